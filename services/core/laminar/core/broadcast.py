@@ -1,0 +1,55 @@
+"""How long a chunk-pipelined broadcast along a chain takes, and the chunk size that makes it shortest.
+
+p nodes (the source included), W bytes, T_b seconds per byte, T_s seconds per message. With k chunks the last node is
+complete after (k + p - 2)(T_s + W T_b / k); the best k is sqrt((p - 2) W T_b / T_s), which gives T*(p).
+"""
+
+from __future__ import annotations
+
+import math
+
+MIN_CHUNK_BYTES = 1 << 20
+"""Below 1 MiB the cost of a message (two system calls, a wake-up, a hash set-up) shows on every link we measured."""
+MAX_CHUNK_BYTES = 64 << 20
+"""A lost or damaged chunk costs at most this much, and a hop adds at most this much latency."""
+
+
+def best_num_chunks(num_nodes: int, weights_bytes: int, byte_s: float, message_s: float) -> float:
+    """c* of the pipeline, at least 1; not rounded."""
+    _check(num_nodes, weights_bytes, byte_s, message_s)
+    if message_s == 0:
+        return math.inf if num_nodes > 2 else 1.0
+    return max(1.0, math.sqrt(max(num_nodes - 2, 0) * weights_bytes * byte_s / message_s))
+
+
+def chunk_bytes(num_nodes: int, weights_bytes: int, byte_s: float, message_s: float) -> int:
+    """clamp(W / c*, 1 MiB, 64 MiB)."""
+    wished = weights_bytes / best_num_chunks(num_nodes, weights_bytes, byte_s, message_s)
+    return max(MIN_CHUNK_BYTES, min(MAX_CHUNK_BYTES, math.ceil(wished)))
+
+
+def pipeline_s(num_nodes: int, weights_bytes: int, byte_s: float, message_s: float, num_chunks: int) -> float:
+    """Time until the last of `num_nodes` holds all, with `num_chunks` equal chunks. 0 for a chain of one."""
+    _check(num_nodes, weights_bytes, byte_s, message_s)
+    if num_chunks < 1:
+        raise ValueError(f"num_chunks must be at least 1, not {num_chunks}")
+    if num_nodes == 1:
+        return 0.0
+    return (num_chunks + num_nodes - 2) * (message_s + weights_bytes * byte_s / num_chunks)
+
+
+def best_s(num_nodes: int, weights_bytes: int, byte_s: float, message_s: float) -> float:
+    """T*(p) = W T_b + (p - 2) T_s + 2 sqrt((p - 2) W T_b T_s): the lower bound of `pipeline_s` over all k."""
+    _check(num_nodes, weights_bytes, byte_s, message_s)
+    if num_nodes == 1:
+        return 0.0
+    hops = num_nodes - 2
+    return weights_bytes * byte_s + hops * message_s + 2 * math.sqrt(hops * weights_bytes * byte_s * message_s)
+
+
+def _check(num_nodes: int, weights_bytes: int, byte_s: float, message_s: float) -> None:
+    if num_nodes < 1 or weights_bytes < 1 or byte_s < 0 or message_s < 0:
+        raise ValueError(
+            f"a chain needs nodes, bytes and times: num_nodes={num_nodes} weights_bytes={weights_bytes} "
+            f"byte_s={byte_s} message_s={message_s}"
+        )

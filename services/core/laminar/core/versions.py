@@ -1,0 +1,149 @@
+"""The version register: which publications exist, which one replicas load, and how old a trajectory is.
+
+    reserved --complete on enough relays--> visible
+        \\--its attempt ended before that--> burned
+
+A version is a counter that is never reused and never goes back, also across trainer recovery. Each row knows its
+parent, so ages are counted along the lineage and stay right when a recovered trainer rolled some steps back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class VersionState(StrEnum):
+    RESERVED = "reserved"
+    VISIBLE = "visible"
+    BURNED = "burned"
+
+
+RELAYS_NEEDED = 2
+"""A version is visible once this many relays hold it whole (one, if there is only one): a single machine's death
+then cannot take back what replicas already load."""
+
+
+@dataclass(slots=True)
+class VersionRow:
+    """One publication. `complete_on`: slots of relays that reported it whole and verified."""
+
+    version: int
+    step: int
+    parent: int | None
+    attempt: int
+    state: VersionState = VersionState.RESERVED
+    digest: str = ""
+    complete_on: set[str] = field(default_factory=set[str])
+
+
+@dataclass(frozen=True, slots=True)
+class Age:
+    """Staleness in training steps. `across_rollback`: the trajectory's branch was rolled back."""
+
+    steps: int
+    across_rollback: bool
+
+
+class VersionConflict(ValueError):
+    """A call that contradicts the register (a digest that differs, an unknown version)."""
+
+
+class VersionRegister:
+    """Invariant: versions grow by one; `newest` never goes back; a visible or burned row never changes again."""
+
+    def __init__(self, rows: Iterable[VersionRow] = ()) -> None:
+        self._rows: dict[int, VersionRow] = {row.version: row for row in sorted(rows, key=lambda row: row.version)}
+        self.dirty: set[int] = set()
+
+    @property
+    def newest(self) -> VersionRow | None:
+        """The newest visible version: what a replica loads next."""
+        return next((row for row in reversed(self._rows.values()) if row.state is VersionState.VISIBLE), None)
+
+    def row(self, version: int) -> VersionRow:
+        """Raises VersionConflict for a version that was never reserved."""
+        if version not in self._rows:
+            raise VersionConflict(f"version {version} was never reserved")
+        return self._rows[version]
+
+    def rows(self) -> list[VersionRow]:
+        """All rows, oldest first."""
+        return list(self._rows.values())
+
+    def reserve(self, attempt: int, step: int, parent: int | None) -> VersionRow:
+        """A new version for (attempt, step); the same row again when the call is repeated."""
+        for row in reversed(self._rows.values()):
+            if row.attempt < attempt:
+                break
+            if (row.attempt, row.step) == (attempt, step):
+                return row
+        if parent is not None:
+            self.row(parent)
+        version = max(self._rows, default=-1) + 1
+        self._rows[version] = VersionRow(version, step, parent, attempt)
+        self.dirty.add(version)
+        return self._rows[version]
+
+    def report_complete(self, version: int, digest: str, slot: str, num_relays: int) -> bool:
+        """A relay holds `version` whole. Returns True when this report makes it visible.
+
+        Reports of burned versions count for nothing. Raises VersionConflict if relays disagree on the digest.
+        """
+        row = self.row(version)
+        if row.state is VersionState.BURNED:
+            return False
+        if row.digest and row.digest != digest:
+            raise VersionConflict(f"version {version} has digest {row.digest}, {slot} reports {digest}")
+        row.digest = digest
+        row.complete_on.add(slot)
+        return self._maybe_visible(row, num_relays)
+
+    def relay_left(self, slot: str, num_relays: int) -> list[int]:
+        """A relay is gone: what only it held no longer counts. Returns versions that fewer relays make visible."""
+        for row in self._rows.values():
+            if row.state is VersionState.RESERVED:
+                row.complete_on.discard(slot)
+        return [row.version for row in self._rows.values() if self._maybe_visible(row, num_relays)]
+
+    def burn_before(self, attempt: int) -> list[int]:
+        """A new attempt began: what earlier ones had not made visible will never be."""
+        burned = [r for r in self._rows.values() if r.state is VersionState.RESERVED and r.attempt < attempt]
+        for row in burned:
+            row.state = VersionState.BURNED
+            self.dirty.add(row.version)
+        return [row.version for row in burned]
+
+    def version_of_step(self, step: int, head: int | None) -> int | None:
+        """The newest version of `step` on the lineage that ends in `head`."""
+        return next((row.version for row in self._lineage(head) if row.step == step), None)
+
+    def age(self, version: int, head: int, head_step: int | None = None) -> Age:
+        """Training steps between `version` and `head`, along the lineage of `head` (protocols: n - j).
+
+        A version on a branch that was rolled back at step b is (n - b) + (j - b) old, flagged. `head_step` replaces
+        the head's own step where the head's version is still to come.
+        """
+        n = self.row(head).step if head_step is None else head_step
+        row = self.row(version)
+        on_lineage = {ancestor.version for ancestor in self._lineage(head)}
+        if version in on_lineage:
+            return Age(max(0, n - row.step), across_rollback=False)
+        branch = next((a.step for a in self._lineage(version) if a.version in on_lineage), 0)
+        return Age(max(0, n - branch) + max(0, row.step - branch), across_rollback=True)
+
+    def _lineage(self, head: int | None) -> Iterable[VersionRow]:
+        while head is not None:
+            row = self.row(head)
+            yield row
+            head = row.parent
+
+    def _maybe_visible(self, row: VersionRow, num_relays: int) -> bool:
+        if row.state is not VersionState.RESERVED or not row.complete_on:
+            return False
+        if len(row.complete_on) < min(RELAYS_NEEDED, max(1, num_relays)):
+            return False
+        row.state = VersionState.VISIBLE
+        self.dirty.add(row.version)
+        return True

@@ -1,0 +1,1 @@
+"""What the services share when they act: serving, clients, clocks, logs and metrics."""

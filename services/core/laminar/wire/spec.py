@@ -1,0 +1,244 @@
+"""The LaminarJob: the one source for YAML files, the custom resource and the services.
+
+A field exists once it works. Field names are camelCase in files and snake_case in Python; unknown fields are
+refused (`laminar.wire.job_file` turns a refusal into a sentence that names the nearest right field). Times end in
+`Seconds`. Unions are `type` plus one member object.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic.alias_generators import to_camel
+
+API_VERSION = "laminar.dev/v1alpha1"
+KIND = "LaminarJob"
+
+Name = Annotated[str, Field(min_length=1, max_length=40, pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$")]
+"""A DNS-1035 label, short enough that every child's name (`<job>-trainer-<attempt>-<rank>`) stays below 63."""
+Source = Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^(file:|recipe://)")]
+"""Where a model or data set comes from: `file:PATH` (relative to the job file) or `recipe://NAME` (made and cached)."""
+FieldPath = Annotated[str, Field(min_length=1, max_length=256)]
+"""A column of the data file; dots go into nested columns (`reward_model.ground_truth`)."""
+
+
+class SpecModel(BaseModel):
+    """Frozen, camelCase in files, refuses unknown fields."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, alias_generator=to_camel, populate_by_name=True)
+
+
+class Model(SpecModel):
+    source: Source = Field(description="A Hugging Face model folder: config.json, weights, tokenizer.json.")
+
+
+class TrainData(SpecModel):
+    source: Source = Field(description="JSONL or parquet file, one prompt a row.")
+    prompt_field: FieldPath = Field(
+        default="prompt", description="Column of the prompt: a string, or a list of chat messages."
+    )
+    answer_field: FieldPath = Field(
+        default="answer", description="Column of the reference answer that the rewards compare with."
+    )
+
+
+class Data(SpecModel):
+    train: TrainData
+    max_prompt_tokens: int = Field(
+        default=1024, ge=1, le=1_000_000, description="Longer prompts are left out of training and counted as tooLong."
+    )
+    seed: int = Field(
+        default=0, ge=0, lt=2**31, description="Seed of the order of prompts and of every sample's randomness."
+    )
+
+
+class Evaluation(SpecModel):
+    name: Name
+    source: Source
+    prompt_field: FieldPath = "prompt"
+    answer_field: FieldPath = "answer"
+    samples_per_prompt: int = Field(
+        default=1, ge=1, le=64, description="Sampled responses a prompt at temperature 1; one greedy one is added."
+    )
+
+
+class Extract(SpecModel):
+    """Where the answer stands inside a response; exactly one of the two."""
+
+    tag: str | None = Field(
+        default=None, min_length=1, max_length=64, pattern=r"^[A-Za-z][\w-]*$",
+        description="The text between the last <tag> and </tag>.",
+    )  # fmt: skip
+    regex: str | None = Field(
+        default=None, min_length=1, max_length=1024, description="The first group of the last match, else the match."
+    )
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Extract:
+        if (self.tag is None) == (self.regex is None):
+            raise ValueError("give exactly one of 'tag' and 'regex'")
+        return self
+
+
+class RewardType(StrEnum):
+    EXACT = "exact"
+    MATH = "math"
+    PYTHON = "python"
+
+
+class Reward(SpecModel):
+    name: Name
+    type: RewardType = Field(description="exact: equal text; math: equal value (math-verify); python: your function.")
+    weight: float = Field(default=1.0, ge=-1000, le=1000, description="The reward is the weighted sum of all entries.")
+    extract: Extract | None = Field(default=None, description="Take this part of the response; without it, all of it.")
+    function: str | None = Field(
+        default=None, max_length=1024, pattern=r"^.+\.py:[A-Za-z_]\w*$",
+        description="python only: `file.py:name`, called as name(prompt=, response=, answer=) -> float.",
+    )  # fmt: skip
+    timeout_seconds: float = Field(
+        default=10.0, gt=0, le=600, description="Wall-clock limit of one grading; past it the grader is killed."
+    )
+
+    @model_validator(mode="after")
+    def _function_belongs_to_python(self) -> Reward:
+        if (self.type is RewardType.PYTHON) != (self.function is not None):
+            raise ValueError("'function' (file.py:name) belongs to type python, and only to it")
+        return self
+
+
+class Sampling(SpecModel):
+    max_response_tokens: int = Field(default=1024, ge=1, le=1_000_000)
+    temperature: float = Field(default=1.0, gt=0, le=10)
+    top_p: float = Field(
+        default=1.0, ge=1.0, le=1.0,
+        description="Only 1.0: a truncated distribution would make the behaviour log-probs wrong.",
+    )  # fmt: skip
+
+
+class Clip(SpecModel):
+    low: float = Field(default=0.2, gt=0, lt=1)
+    high: float = Field(default=0.28, gt=0, le=100)
+
+
+class LossType(StrEnum):
+    GRPO = "grpo"
+
+
+class Algorithm(SpecModel):
+    loss: LossType = LossType.GRPO
+    prompts_per_step: int = Field(default=32, ge=1, le=65_536)
+    samples_per_prompt: int = Field(default=8, ge=2, le=1024)
+    mini_batch_trajectories: int | None = Field(
+        default=None, ge=1, le=1_000_000, description="Trajectories of one optimizer update; unset: one update a step."
+    )
+    clip: Clip = Clip()
+    learning_rate: float = Field(default=1.0e-6, gt=0, le=1)
+
+
+class ScheduleType(StrEnum):
+    LAMINAR = "laminar"
+    SYNCHRONOUS = "synchronous"
+
+
+class ScheduleSpec(SpecModel):
+    type: ScheduleType = ScheduleType.LAMINAR
+    max_ahead_steps: int = Field(
+        default=2, ge=1, le=64,
+        description="New groups start only while fewer than this many steps' worth are started and not yet consumed.",
+    )  # fmt: skip
+
+
+class Checkpoint(SpecModel):
+    every_steps: int = Field(default=10, ge=1, le=1_000_000)
+    keep: int = Field(default=3, ge=1, le=1000, description="Newest checkpoints kept; older ones are removed.")
+
+
+class Trainer(SpecModel):
+    replicas: int = Field(default=1, ge=1, le=4096, description="Ranks (embedded), or pods (cluster).")
+    gpus_per_replica: int = Field(default=0, ge=0, le=16)
+    checkpoint: Checkpoint = Checkpoint()
+    backoff_limit: int = Field(
+        default=5, ge=0, le=1000, description="Failed attempts without a newer checkpoint before the job fails."
+    )
+
+
+class EngineType(StrEnum):
+    TORCH = "torch"
+
+
+class Engine(SpecModel):
+    type: EngineType = EngineType.TORCH
+    max_running: int = Field(default=64, ge=1, le=4096, description="Trajectories that one engine decodes together.")
+
+
+class Rollout(SpecModel):
+    replicas: int = Field(default=2, ge=1, le=4096)
+    gpus_per_replica: int = Field(default=0, ge=0, le=16)
+    prompts_per_lease: int | None = Field(
+        default=None, ge=1, le=65_536, description="Groups of one lease; unset: promptsPerStep / replicas, rounded up."
+    )
+    engine: Engine = Engine()
+
+
+class Relay(SpecModel):
+    keep_versions: int = Field(default=2, ge=2, le=64, description="Complete versions that each relay keeps.")
+
+
+class TensorBoard(SpecModel):
+    """Presence turns it on: event files in RUN/tensorboard."""
+
+
+class Loggers(SpecModel):
+    tensorboard: TensorBoard | None = None
+
+
+class JobSpec(SpecModel):
+    steps: int = Field(ge=1, le=10_000_000, description="Training steps; may only grow while a job runs.")
+    model: Model
+    data: Data
+    evaluations: list[Evaluation] = Field(default=[], max_length=16)
+    rewards: list[Reward] = Field(min_length=1, max_length=16)
+    sampling: Sampling = Sampling()
+    algorithm: Algorithm = Algorithm()
+    schedule: ScheduleSpec = ScheduleSpec()
+    trainer: Trainer = Trainer()
+    rollout: Rollout = Rollout()
+    relay: Relay = Relay()
+    loggers: Loggers = Loggers()
+
+    @field_validator("evaluations", "rewards")
+    @classmethod
+    def _names_are_unique(cls, items: list[Evaluation] | list[Reward]) -> list[Evaluation] | list[Reward]:
+        names = [item.name for item in items]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"the name '{name}' is used twice")
+        return items
+
+    @model_validator(mode="after")
+    def _whole_updates(self) -> JobSpec:
+        mini = self.algorithm.mini_batch_trajectories
+        if mini is not None and mini < self.algorithm.samples_per_prompt:
+            raise ValueError("algorithm.miniBatchTrajectories must hold at least one group (samplesPerPrompt)")
+        return self
+
+    @property
+    def prompts_per_lease(self) -> int:
+        """Groups granted in one lease."""
+        return self.rollout.prompts_per_lease or math.ceil(self.algorithm.prompts_per_step / self.rollout.replicas)
+
+
+class Metadata(SpecModel):
+    name: Name
+
+
+class LaminarJob(SpecModel):
+    """One training job: `kubectl apply -f` or `laminar run`."""
+
+    api_version: Literal["laminar.dev/v1alpha1"] = API_VERSION
+    kind: Literal["LaminarJob"] = KIND
+    metadata: Metadata
+    spec: JobSpec

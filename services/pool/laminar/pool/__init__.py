@@ -1,0 +1,1 @@
+"""The pool service: hands out prompts, keeps trajectories and forms training batches."""

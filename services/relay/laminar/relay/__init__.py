@@ -1,0 +1,1 @@
+"""The relay service: carries published weights from trainers to rollouts."""

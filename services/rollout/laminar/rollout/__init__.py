@@ -1,0 +1,1 @@
+"""The rollout service: generates trajectories with the newest weights it holds."""

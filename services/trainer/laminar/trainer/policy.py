@@ -1,0 +1,122 @@
+"""The model that is trained: loading, sharding, log-probs and its full tensors.
+
+With more than one rank the model is sharded by FSDP2 (`fully_shard`) on a CPU mesh. One rank keeps the plain model:
+FSDP would gather and scatter with nobody, at a cost that a small model feels (docs/algorithm.md, "One rank").
+The model runs in eval mode: training draws no random numbers, so there is no random state to checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any, Protocol, cast
+
+import torch
+import transformers
+from laminar.trainer.batches import MicroBatch
+from laminar.trainer.failures import InputFailure, paragraph
+from laminar.trainer.loss import token_logprobs
+from laminar.trainer.model_folder import ModelFolder
+from laminar.trainer.ranks import Ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+WIRE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+WIRE_NAMES = {
+    torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+MAX_LOGIT_VALUES = 2**26
+"""256 MiB of float32 logits in one micro-batch; the backward pass holds about three tensors of that size."""
+MAX_MICRO_BATCH_TOKENS = 4096
+MIN_MICRO_BATCH_TOKENS = 256
+
+
+class CausalModel(Protocol):
+    """The part of a transformers causal LM that is used."""
+
+    config: Any
+
+    def __call__(self, *, input_ids: Tensor, use_cache: bool, logits_to_keep: int) -> Any: ...
+
+
+class Policy:
+    """The trained model. Invariant: weights, gradients and optimizer state are float32 on the CPU."""
+
+    def __init__(self, module: nn.Module, ranks: Ranks) -> None:
+        self.module = module.eval()
+        self.ranks = ranks
+        if ranks.size > 1:
+            shard(module, ranks)
+
+    @classmethod
+    def load(cls, folder: ModelFolder, ranks: Ranks) -> Policy:
+        """Any causal LM that transformers knows. Raises InputFailure for a folder that it cannot load whole."""
+        transformers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.set_verbosity_error()
+        try:
+            module, info = transformers.AutoModelForCausalLM.from_pretrained(
+                folder.path, dtype=torch.float32, local_files_only=True, output_loading_info=True
+            )
+        except (ValueError, KeyError, OSError, RuntimeError, ImportError) as error:
+            # transformers raises all of these for an architecture it does not know or weights of another shape.
+            raise InputFailure(
+                f"transformers {transformers.__version__} cannot load {folder.path} as a causal language model: "
+                f"{paragraph(error)}"
+            ) from error
+        missing = sorted(cast("dict[str, set[str]]", info)["missing_keys"])
+        if missing:
+            raise InputFailure(
+                f"The weights in {folder.path} lack {len(missing)} tensor(s) that the architecture needs, "
+                f"e.g. {missing[0]}; training would start from random values there."
+            )
+        return cls(cast("nn.Module", module), ranks)
+
+    @property
+    def vocabulary_size(self) -> int:
+        return int(cast("CausalModel", self.module).config.get_text_config().vocab_size)
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Padded tokens of one micro-batch: bounded by the memory of the logits."""
+        fitting = MAX_LOGIT_VALUES // self.vocabulary_size
+        return max(MIN_MICRO_BATCH_TOKENS, min(MAX_MICRO_BATCH_TOKENS, fitting))
+
+    def logprobs(self, batch: MicroBatch, temperature: float) -> Tensor:
+        """[rows, positions] log-probs of `batch.targets`."""
+        model = cast("CausalModel", self.module)
+        keep = batch.tokens.shape[1] - batch.first
+        logits = model(input_ids=batch.tokens, use_cache=False, logits_to_keep=keep).logits
+        return token_logprobs(logits[:, :-1], batch.targets, temperature)
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters and persistent buffers under their Hugging Face names, tied ones once; DTensors when sharded."""
+        yield from self.module.named_parameters()
+        persistent = self.module.state_dict().keys()
+        yield from ((name, buffer) for name, buffer in self.module.named_buffers() if name in persistent)
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole tensor on every rank. A collective if it is sharded."""
+    detached = tensor.detach()
+    return detached.full_tensor() if isinstance(detached, DTensor) else detached
+
+
+def shard(module: nn.Module, ranks: Ranks) -> None:
+    """FSDP2 on a CPU mesh: one unit for each decoder layer, one for the rest. Gradients are summed over ranks.
+
+    Summed, not averaged: the loss of each rank is already divided by the totals over all ranks.
+    """
+    # With a CUDA build of torch the default mesh would be a CUDA one even on a host without any device.
+    mesh = init_device_mesh("cpu", (ranks.size,))
+    layer_types = set(cast("list[str] | None", getattr(module, "_no_split_modules", None)) or [])
+    for layer in [child for child in module.modules() if type(child).__name__ in layer_types]:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+    logging.getLogger(__name__).info("model sharded over %d ranks", ranks.size)
