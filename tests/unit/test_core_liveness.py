@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from laminar.core.liveness import Evidence, Role, Sighting, Verdict, Watch, verdict
 
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+
 from laminar.core.groups import LAMINAR_ADVANTAGES, TRL_ADVANTAGES, AdvantageRule, pack
 from laminar.trainer.batches import MicroBatch, Trajectory, micro_batch, trajectories
 from laminar.trainer.learner import gradient_norm
@@ -54,7 +55,7 @@ def recorded_groups() -> list[BatchGroup]:
                 id=f"0/{number}/{row}", version=0, step=0, reward=float(BATCH["rewards"][row]), finish_reason="stop",
                 tokens=pack_tokens(response(row)), logprobs=pack_logprobs(behaviour(row)),
             )
-            for row in rows
+            for row in map(int, rows)
         ]  # fmt: skip
         prompt = BATCH["prompt_ids"][rows[0]][BATCH["prompt_mask"][rows[0]] == 1].tolist()
         groups.append(BatchGroup(group=f"0/{number}", prompt_tokens=pack_tokens(prompt), samples=samples))
@@ -174,8 +175,6 @@ def test_tokens_without_logprobs_are_refused() -> None:
     sample = BatchSample(
         id="0/0/0", version=0, step=0, tokens=pack_tokens([1, 2]), logprobs=b"", reward=1.0, finish_reason="stop"
     )
-    other = BatchSample(
-        id="0/0/1", version=0, step=0, tokens=b"", logprobs=b"", reward=0.0, finish_reason="stop"
-    )
+    other = BatchSample(id="0/0/1", version=0, step=0, tokens=b"", logprobs=b"", reward=0.0, finish_reason="stop")
     with pytest.raises(ValueError, match="2 tokens but 0 log-probs"):
         trajectories(BatchGroup(group="0/0", prompt_tokens=pack_tokens([3]), samples=[sample, other]))

@@ -15,13 +15,11 @@ again; --fresh moves it aside.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
 import secrets
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -30,13 +28,13 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from laminar.cli.errors import BadInput
+from laminar.wire.job_file import diff_jobs, is_steps_upward_only, job_digest
 from laminar.wire.messages import ChainMember
 from laminar.wire.spec import LaminarJob
 
 SUN_PATH_BYTES = 107
 """Longest path of a unix socket on Linux, without the closing zero."""
 M = TypeVar("M", bound=BaseModel)
-Json = dict[str, "Json"] | list["Json"] | str | int | float | bool | None
 
 
 class _Stored(BaseModel):
@@ -214,56 +212,38 @@ def claim(path: Path, *, fresh: bool = False) -> Claim:
     """
     try:
         held = _lock(path)
-        if fresh and any(entry.name != "lock" for entry in path.iterdir()):
+        try:
             _refuse_strangers(path)
-            path.rename(_free_name(path))
+            if fresh and (path / "job.json").exists():
+                path.rename(_free_name(path))
+                held.release()
+                held = _lock(path)
+        except BaseException:
             held.release()
-            held = _lock(path)
-        _refuse_strangers(path)
+            raise
     except OSError as error:
         raise BadInput(f"The run folder {path} cannot be used: {error.strerror}. Choose another with --run.") from error
     return held
 
 
 def new_record(requested: LaminarJob) -> JobRecord:
-    return JobRecord(uid=str(uuid.uuid4()), digest=digest(requested), requested=requested)
-
-
-def digest(job: LaminarJob) -> str:
-    """Equal exactly for jobs that ask for the same."""
-    canonical = json.dumps(job.model_dump(mode="json", by_alias=True), sort_keys=True)
-    return hashlib.sha256(canonical.encode()).hexdigest()
+    return JobRecord(uid=str(uuid.uuid4()), digest=job_digest(requested), requested=requested)
 
 
 def check_unchanged(path: Path, stored: LaminarJob, asked: LaminarJob) -> None:
-    """More steps are fine; any other change would make the run's numbers mean nothing. Raises BadInput with the diff."""
+    """More steps are fine; after any other change the numbers would mean nothing. Raises BadInput with the diff."""
     if stored.metadata.name != asked.metadata.name:
         raise BadInput(
             f"{path} belongs to the job '{stored.metadata.name}', not to '{asked.metadata.name}'. "
             "Choose another folder with --run, or move this run aside with --fresh."
         )
-    changes = {
-        name: change
-        for name, change in differences(stored, asked).items()
-        if not (name == "spec.steps" and asked.spec.steps > stored.spec.steps)
-    }
-    if changes:
-        lines = [f"  {name}: {before} -> {after}" for name, (before, after) in changes.items()]
+    if not is_steps_upward_only(stored, asked):
+        lines = [f"  {change}" for change in diff_jobs(stored, asked)]
         raise BadInput(
             "\n".join([f"The job has changed since {path} was started:", *lines])
             + "\nOnly spec.steps may grow. Use --fresh to start over (the old run is moved aside), "
             "or --run DIR for a second run."
         )
-
-
-def differences(before: LaminarJob, after: LaminarJob) -> dict[str, tuple[str, str]]:
-    """Dotted field -> (before, after), in the order of the job file; `absent` where a list is shorter."""
-    old = dict(_leaves("", before.model_dump(mode="json", by_alias=True)))
-    new = dict(_leaves("", after.model_dump(mode="json", by_alias=True)))
-    names = [*old, *(name for name in new if name not in old)]
-    return {
-        name: (old.get(name, "absent"), new.get(name, "absent")) for name in names if old.get(name) != new.get(name)
-    }
 
 
 def durable_write(path: Path, text: str, mode: int = 0o644) -> None:
@@ -318,17 +298,6 @@ def _free_name(path: Path) -> Path:
     while (candidate := path.with_name(f"{path.name}.old-{number}")).exists():
         number += 1
     return candidate
-
-
-def _leaves(prefix: str, value: Json) -> Iterator[tuple[str, str]]:
-    if isinstance(value, Mapping) and value:
-        for key, inner in value.items():
-            yield from _leaves(f"{prefix}.{key}" if prefix else key, inner)
-    elif isinstance(value, list) and value:
-        for index, inner in enumerate(value):
-            yield from _leaves(f"{prefix}[{index}]", inner)
-    else:
-        yield prefix, json.dumps(value)
 
 
 def _read(path: Path, model: type[M]) -> M | None:

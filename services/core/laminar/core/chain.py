@@ -62,7 +62,7 @@ def plan_chain(current: tuple[ChainNode, ...], ready: Sequence[RelayView]) -> tu
 class UpstreamVerdict(Enum):
     """What a relay answers to another that wants to send it versions."""
 
-    ACCEPT = "accept"
+    ACCEPT = "accepted"
     LOWER_EPOCH = "lowerEpoch"
     """A later list, or a link of a later list, is in force here."""
     NOT_UPSTREAM = "notUpstream"
@@ -107,7 +107,7 @@ def judge_upstream(place: Place, offered_slot: str, offered_epoch: Epoch) -> Ups
 
     An upstream of a later epoch is accepted before the list itself has arrived: the driver sent it that list.
     """
-    in_force = max(place.epoch, place.linked_epoch if place.linked_epoch is not None else place.epoch)
+    in_force = place.epoch if place.linked_epoch is None else max(place.epoch, place.linked_epoch)
     if offered_epoch < in_force:
         return UpstreamVerdict.LOWER_EPOCH
     if offered_epoch == place.epoch and place.members and offered_slot != place.upstream:

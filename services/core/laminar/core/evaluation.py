@@ -126,8 +126,9 @@ class EvaluationRound:
         return sum(sample.done for sample in self.samples.values())
 
     def lease(self, holder: Holder, limit: int) -> list[EvalSample]:
-        """Up to `limit` samples for a replica that holds the version; those it holds already come again first."""
-        held = self.held_by(holder)
+        """Up to `limit` samples for a replica that holds the version; those it holds already come again first, unless
+        only their grades are missing."""
+        held = [sample for sample in self.held_by(holder) if not sample.finish_reason]
         if held:
             return held
         chosen = list(self._waiting)[:limit]
@@ -182,6 +183,7 @@ class EvaluationRound:
 
     def _put_back(self, sample: EvalSample) -> None:
         sample.holder = None
+        sample.length, sample.finish_reason = 0, ""
         sample.term += 1
         self._waiting[sample.key] = None
         self.dirty[sample.key] = sample

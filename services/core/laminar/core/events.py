@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from laminar.core.reconcile import Action, Create, Fence, Kill, PublishChain, SetCondition, SetPhase, Stop
+from laminar.core.reconcile import Action, Create, Fence, Kill, PublishChain, RequestStop, SetCondition, SetPhase, Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,5 +33,5 @@ def describe(action: Action) -> Occurrence | None:
             return Occurrence("phase", f"job {phase}: {reason}")
         case SetCondition(name=name, text=text):
             return Occurrence("condition", f"{name}: {text}" if text else f"{name} has passed")
-        case Fence() | Stop():
+        case Fence() | Stop() | RequestStop():
             return None

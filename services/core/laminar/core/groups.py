@@ -1,6 +1,6 @@
 """How a batch of groups becomes the work of ranks, updates and micro-batches, and what a group's rewards are worth.
 
-A batch is a list of groups (all samples of one prompt). It is cut three times, always between groups until the last cut:
+A batch is a list of groups (all samples of one prompt). It is cut three times, between groups until the last cut:
 
     batch --slice_groups--> ranks --split_updates--> updates (one optimizer step each) --pack--> micro-batches
 

@@ -101,7 +101,14 @@ class SetCondition:
     reason: str
 
 
-Action = Create | Fence | Kill | Stop | PublishChain | SetPhase | SetCondition
+@dataclass(frozen=True, slots=True)
+class RequestStop:
+    """Asks the pool to end the job after the current step, with a checkpoint."""
+
+    reason: str
+
+
+Action = Create | Fence | Kill | Stop | PublishChain | RequestStop | SetPhase | SetCondition
 
 
 def reconcile(snapshot: Snapshot, limits: Limits = DEFAULT_LIMITS) -> tuple[Action, ...]:
@@ -307,6 +314,8 @@ def _condition(s: Snapshot) -> Iterator[Action]:
 
 
 def _phase(s: Snapshot) -> Iterator[Action]:
+    if s.stop_requested and s.pool.reachable and not s.stop_acknowledged:
+        yield RequestStop("asked to stop")
     if s.stop_requested and s.phase is not JobPhase.STOPPING:
         yield SetPhase(JobPhase.STOPPING, "asked to stop")
     elif s.phase is JobPhase.STARTING and s.pool.reachable and s.chain.acknowledged and s.pool.attempt >= s.attempt > 0:

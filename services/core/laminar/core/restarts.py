@@ -1,6 +1,6 @@
 """How often a slot may come back, and when: backoff, crash loops and the trainer's budget of attempts.
 
-exit after a long life -> at once    quick crash -> 0, 2, 4, 8 .. 30 s    5 quick crashes in a row -> job fails
+exit after a long life -> at once    quick crash -> 0, 2, 4, 8 .. 30 s    5 in a row -> job fails
 trainer: failure -> 1, 2, 4 .. 30 s    more failures than backoffLimit without a newer checkpoint -> job fails
 """
 
@@ -33,14 +33,20 @@ class Restarts:
     not_before_s: float = 0.0
 
 
-def after_exit(before: Restarts, role: Role, lived_s: float, now_s: float, *, disrupted: bool = False) -> Restarts:
-    """A life ended that should have gone on. `disrupted`: the machine's or our doing (a lost node, a silent member)."""
+def after_exit(
+    before: Restarts, role: Role, lived_s: float, now_s: float, *, served: bool = True, disrupted: bool = False
+) -> Restarts:
+    """A life ended that should have gone on.
+
+    `served`: it got as far as to register (the pool: to answer). `disrupted`: it was the machine's or our doing (a
+    lost node, a silent member), which is nobody's fault unless it never served.
+    """
     if role is Role.TRAINER:
-        if disrupted:
+        if disrupted and served:
             return replace(before, disruptions=before.disruptions + 1, not_before_s=now_s)
         failures = before.failures + 1
         return replace(before, failures=failures, not_before_s=now_s + _doubling_s(failures))
-    if disrupted or lived_s >= QUICK_CRASH_S:
+    if served and (disrupted or lived_s >= QUICK_CRASH_S):
         return replace(before, quick_crashes=0, not_before_s=now_s)
     crashes = before.quick_crashes + 1
     # The first one is most often a kill from outside, and then waiting helps nobody.
@@ -57,7 +63,7 @@ def exhausted(restarts: Restarts, role: Role, backoff_limit: int) -> str | None:
     """Why this slot may not come back, as the end of a sentence about it; None: it may."""
     if role is not Role.TRAINER:
         crashes = restarts.quick_crashes
-        return f"crashed {crashes} times in a row right after its start" if crashes >= CRASH_LOOP else None
+        return f"failed {crashes} times in a row at its start" if crashes >= CRASH_LOOP else None
     if restarts.failures > backoff_limit:
         return f"failed {restarts.failures} times without a newer checkpoint (trainer.backoffLimit is {backoff_limit})"
     if restarts.disruptions > DISRUPTIONS_PER_FAILURE * max(1, backoff_limit):

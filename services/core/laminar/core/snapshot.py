@@ -126,6 +126,8 @@ class Snapshot:
     brake: Brake | None = None
     conditions: Mapping[str, str] = field(default_factory=dict[str, str])
     stop_requested: bool = False
+    stop_acknowledged: bool = False
+    """By the pool's present life."""
 
 
 @dataclass(frozen=True, slots=True)

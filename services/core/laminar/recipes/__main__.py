@@ -69,7 +69,8 @@ def _library_settings(threads: int) -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": str(threads),  # a thread per core makes tiny models slower, not faster
         "HF_HUB_OFFLINE": "1",  # everything is local: a lookup could only delay
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # progress is plain lines
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # progress is plain lines, one each
+        "TQDM_DISABLE": "1",
     }
 
 

@@ -29,14 +29,14 @@ def build(
     seed: int,
     threads: int,
     report: Callable[[str], None],
-    schedule: WarmUp | None = None,
+    schedule: WarmUp,
 ) -> None:
     """Fills `folder` with the model and a record of its warm-up. `heldout` is only measured, once, at the end."""
     torch.set_num_threads(threads)
     tokenizer = tokenizer_for(train[:_TOKENIZER_TEXTS], seed)
     model = new_model(tokenizer, seed)
-    steps = warm_up(model, tokenizer, train=train, dev=dev, seed=seed, schedule=schedule or WarmUp(), report=report)
-    score = evaluate(model, tokenizer, heldout)
+    steps = warm_up(model, tokenizer, train=train, dev=dev, seed=seed, schedule=schedule, report=report)
+    score = evaluate(model, tokenizer, heldout, schedule.max_response_tokens)
     report(f"warm-up done in {steps} steps: held out sampled {score.sampled:.2f} greedy {score.greedy:.2f}")
     save_model(model, tokenizer, folder)
     (folder / MEASURES_FILE).write_text(json.dumps(_measures(steps, score)) + "\n")

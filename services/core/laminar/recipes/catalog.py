@@ -86,6 +86,7 @@ def _one_digit_sums_heldout(order: Order) -> None:
 
 def _arithmetic_tiny(order: Order) -> None:
     from laminar.recipes import arithmetic_tiny
+    from laminar.recipes.warmup import WarmUp
 
     arithmetic_tiny.build(
         order.folder,
@@ -95,6 +96,7 @@ def _arithmetic_tiny(order: Order) -> None:
         seed=order.seed,
         threads=order.threads,
         report=order.report,
+        schedule=WarmUp(),
     )
 
 
@@ -117,7 +119,7 @@ _ALL = (
     Recipe(
         "arithmetic-tiny",
         Kind.MODEL,
-        "a 0.6 M-parameter model, warmed up on noisy worked sums (one to two minutes on one core)",
+        "a 0.6 M-parameter model, warmed up on noisy worked sums (one to two minutes of one core)",
         _arithmetic_tiny,
         {"train": _TRAIN_PROMPTS, "dev": _DEV_PROMPTS},
     ),

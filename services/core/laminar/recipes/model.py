@@ -17,6 +17,9 @@ from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 from laminar.recipes.tokenizer import EOS, PAD, save_tokenizer
 
 CONTEXT_TOKENS = 512
+# transformers' default of 0.02 suits wide models. Here it costs two thirds of the warm-up: seeds 1 and 2 need 760 and
+# 1,110 steps with it, and 410 and 360 with this.
+_INITIAL_SCALE = 0.06
 
 
 class CausalLM(Protocol):
@@ -43,6 +46,7 @@ def new_model(tokenizer: Tokenizer, seed: int) -> CausalLM:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
+        initializer_range=_INITIAL_SCALE,
         max_position_embeddings=CONTEXT_TOKENS,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         tie_word_embeddings=True,

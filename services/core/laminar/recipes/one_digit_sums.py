@@ -18,7 +18,7 @@ _PARTITION_SEED = 0  # the same pairs are held out whatever seed orders the rows
 
 
 def rows(seed: int, *, heldout: bool) -> Iterator[dict[str, object]]:
-    """Every question of the set once, in an order given by `seed`.
+    """Every question of the set once, in an order given by `seed`; the held-out set has one phrasing only.
 
     `prompt` is the chat message list, `question` its text alone.
     """
@@ -26,7 +26,8 @@ def rows(seed: int, *, heldout: bool) -> Iterator[dict[str, object]]:
     held = set(random.Random(_PARTITION_SEED).sample(pairs, _HELDOUT_PAIRS))
     chosen = [pair for pair in pairs if (pair in held) == heldout]
     ordered = sorted({order for a, b in chosen for order in ((a, b), (b, a))})
-    questions = [(phrasing.format(a=a, b=b), a + b) for phrasing in _PHRASINGS for a, b in ordered]
+    phrasings = _PHRASINGS[:1] if heldout else _PHRASINGS  # a model of this size takes seconds for each question
+    questions = [(phrasing.format(a=a, b=b), a + b) for phrasing in phrasings for a, b in ordered]
     random.Random(f"one-digit-sums {seed}").shuffle(questions)
     for question, answer in questions:
         yield {"question": question, "prompt": [{"role": "user", "content": question}], "answer": str(answer)}

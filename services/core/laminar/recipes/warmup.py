@@ -24,7 +24,6 @@ from laminar.recipes.sampler import respond
 from laminar.recipes.tokenizer import ANSWER_CLOSE, ANSWER_OPEN, EOS
 
 _PASS_TOKENS = 80  # what a forward and backward pass costs beside its tokens (7 ms), in tokens (85 us each)
-_RESPONSE_TOKENS_MAX = 160  # as the example job's limit
 _SAMPLING_SEED = 7
 
 
@@ -40,7 +39,8 @@ class WarmUp:
     look_every_steps: int = 50
     greedy_goal: float = 0.7
     decay_steps: int = 60
-    max_steps: int = 3000  # three times what a slow seed has needed
+    max_steps: int = 3000  # four times what a slow seed has needed
+    max_response_tokens: int = 160  # as the example job's limit
 
     def rate(self, step: int, goal_step: int | None) -> float:
         """The learning rate at `step` (from 0); `goal_step` is where the goal was reached, if it was."""
@@ -82,7 +82,9 @@ def warm_up(
     schedule: WarmUp,
     report: Callable[[str], None],
 ) -> int:
-    """Trains `model` in place until the schedule ends; returns the number of steps. Deterministic on one thread.
+    """Trains `model` in place until the schedule ends; returns the number of steps.
+
+    Equal seeds draw equal examples; the weights are equal as far as floating point is on the machine.
 
     Raises RecipeError if the goal is not reached in `schedule.max_steps`.
     """
@@ -93,7 +95,7 @@ def warm_up(
     goal_step: int | None = None
     for step in range(schedule.max_steps):
         if goal_step is None and schedule.looks_at(step):
-            score = evaluate(model, tokenizer, dev)
+            score = evaluate(model, tokenizer, dev, schedule.max_response_tokens)
             report(f"warm-up step {step}: sampled {score.sampled:.2f} greedy {score.greedy:.2f}")
             if score.greedy >= schedule.greedy_goal:
                 goal_step = step
@@ -114,12 +116,12 @@ def warm_up(
     )
 
 
-def evaluate(model: CausalLM, tokenizer: Tokenizer, sums: Sequence[Sum]) -> Score:
+def evaluate(model: CausalLM, tokenizer: Tokenizer, sums: Sequence[Sum], max_response_tokens: int) -> Score:
     """Scores the model on `sums`. The sampled score uses the same random numbers at each call."""
     prompts = [tokenizer.encode(item.question).ids for item in sums]
     generator = torch.Generator().manual_seed(_SAMPLING_SEED)
-    sampled = respond(model, prompts, max_tokens=_RESPONSE_TOKENS_MAX, generator=generator)
-    greedy = respond(model, prompts, max_tokens=_RESPONSE_TOKENS_MAX, generator=None)
+    sampled = respond(model, prompts, max_tokens=max_response_tokens, generator=generator)
+    greedy = respond(model, prompts, max_tokens=max_response_tokens, generator=None)
     return Score(
         sampled=_fraction_right(tokenizer, sums, sampled),
         greedy=_fraction_right(tokenizer, sums, greedy),

@@ -85,7 +85,10 @@ class PushResponse(Response):
 
 
 async def first_of(wanted: Coroutine[Any, Any, T], *ends: Coroutine[Any, Any, Any]) -> T | None:
-    """The result of `wanted` if it comes first, else None; all others are cancelled and have ended on return."""
+    """The result of `wanted` if it comes first, else None; all others are cancelled and have ended on return.
+
+    Raises what any of them raised, also on its way out.
+    """
     main = asyncio.create_task(wanted)
     tasks: list[asyncio.Task[Any]] = [main, *(asyncio.create_task(end) for end in ends)]
     try:
@@ -94,8 +97,9 @@ async def first_of(wanted: Coroutine[Any, Any, T], *ends: Coroutine[Any, Any, An
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    for task in done - {main}:
-        task.result()
+    for task in tasks:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error
     return main.result() if main in done else None
 
 

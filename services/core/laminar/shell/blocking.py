@@ -1,6 +1,6 @@
 """Calls to a service without asyncio, for trainer ranks and the publisher's thread.
 
-Same calls, retries and errors as `laminar.shell.client`; imports neither asyncio nor aiohttp.
+Same calls, retries and errors as `laminar.shell.client`, without aiohttp.
 """
 
 from __future__ import annotations
@@ -169,6 +169,7 @@ class BlockingClient:
                 raise TimeoutError(f"the answer took more than {2 * timeout_s} s")
         if response.length:
             raise http.client.IncompleteRead(b"", response.length)
+        response.close()  # read1 leaves a whole answer open, and an open one blocks the next request
         if response.will_close:
             self.close()
         return response.status, b"".join(pieces)

@@ -118,4 +118,3 @@ def send_chunk(conn: Conn, index: int, chunk: memoryview, deadline_s: float) -> 
     """One chunk frame. Raises PeerLost."""
     conn.send(CHUNK_HEADER.pack(index, len(chunk)), deadline_s, more=True)
     conn.send(chunk, deadline_s)
-

@@ -24,6 +24,8 @@ PARENT_PID = "LAMINAR_PARENT_PID"
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_CANNOT_FORK = "TtD"
+"""Stopped, traced, or inside the kernel with the stop pending: as the parent of a vfork whose child was stopped."""
 _SCAN_PAUSE_MS = 2
 """Between two scans of /proc while processes stop: a stop takes microseconds, a scan about a millisecond."""
 
@@ -101,7 +103,10 @@ def kill_tree(pid: int, deadline_s: float = 5.0) -> None:
 
 
 def kill_descendants(deadline_s: float = 5.0) -> None:
-    """As `kill_tree`, for everything below this process. Other threads must not start processes meanwhile."""
+    """As `kill_tree`, for everything below this process. Other threads must not start processes meanwhile.
+
+    Direct children, adopted ones included, stay zombies until the caller waits for them.
+    """
     _kill(os.getpid(), include_root=False, deadline_s=deadline_s)
 
 
@@ -110,7 +115,8 @@ def _kill(root: int, *, include_root: bool, deadline_s: float) -> None:
     handles: dict[_Key, int] = {}
     parents: dict[int, int] = {}
     try:
-        _stop_all(root, handles, parents, include_root=include_root, ends_s=ends_s)
+        # The other half is left for the kill, should a process refuse to stop.
+        _stop_all(root, handles, parents, include_root=include_root, ends_s=ends_s - deadline_s / 2)
         for handle in handles.values():
             _send(handle, signal.SIGKILL)
         left = _wait_until_gone(handles, ends_s)
@@ -147,7 +153,7 @@ def _stop_all(
                 parents[stat.pid] = stat.parent
                 _send(handle, signal.SIGSTOP)
                 settled = False
-            elif stat.state not in "Tt":
+            elif stat.state not in _CANNOT_FORK:
                 settled = False
         if settled or time.monotonic() > ends_s:
             return

@@ -74,9 +74,14 @@ class Service:
         self.address = ""
         """host:port, once `run` has bound it."""
         self.registry = CollectorRegistry()
-        self.app = FastAPI(title=f"laminar {title}", version=version, docs_url=None, redoc_url=None)
+        self.app = FastAPI(
+            title=f"laminar {title}",
+            version=version,
+            docs_url=None,
+            redoc_url=None,
+            max_body_size=body_limit_bytes,
+        )
         self.router = APIRouter(prefix="/v1", dependencies=[Depends(self._authenticate)])
-        self._body_limit_bytes = body_limit_bytes
         self._limits_s: dict[str, float] = {}
         self._progress_s: dict[str, float] = {}
         self._ready, self._ready_reason = False, "starting"
@@ -129,10 +134,13 @@ class Service:
         ends: list[Coroutine[Any, Any, Any]] = [self.stopping.wait()]
         if request is not None:
             ends.append(_until_gone(request.receive))
+        limit = asyncio.timeout(wait_s)
         try:
-            async with asyncio.timeout(wait_s):
+            async with limit:
                 return await first_of(awaitable, *ends)
         except TimeoutError:
+            if not limit.expired():
+                raise
             return None
 
     def push(self, chunks: AsyncGenerator[bytes, None], media_type: str) -> PushResponse:
@@ -153,7 +161,12 @@ class Service:
         A loop may return early. Once stopping, it should return after its last work (see `stopping`, `drained`);
         it is cancelled `grace_s` after `drained`. An exception of one cancels all and is raised.
         """
-        sock = listening_socket(self.common.listen)
+        try:
+            sock = listening_socket(self.common.listen)
+        except SettingsError:
+            for loop in loops:
+                loop.close()
+            raise
         self.address = bound_address(sock)
         server = _Server(_server_config(self.asgi()))
         running = asyncio.get_running_loop()
@@ -225,7 +238,7 @@ class Service:
             raise Refusal(409, "generation", detail, current=self.generation)
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Around every request: limits its body, counts its answer, ends the process on an unexpected exception."""
+        """Around every request: counts its answer; ends the process on an unexpected exception."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -238,7 +251,7 @@ class Service:
             await send(message)
 
         try:
-            await self.app(scope, _limited(receive, self._body_limit_bytes), counting_send)
+            await self.app(scope, receive, counting_send)
         except Exception as error:
             self.fail(error)
             raise
@@ -256,23 +269,10 @@ class _Server(uvicorn.Server):
 
 def _server_config(app: ASGIApp) -> uvicorn.Config:
     return uvicorn.Config(
-        app, http="httptools", ws="none", lifespan="on", log_config=None, access_log=False, server_header=False,
-        date_header=False, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=DRAIN_S, backlog=BACKLOG,
+        app, interface="asgi3", http="httptools", ws="none", lifespan="on", log_config=None, access_log=False,
+        proxy_headers=False, server_header=False, date_header=False, timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=DRAIN_S, backlog=BACKLOG,
     )  # fmt: skip
-
-
-def _limited(receive: Receive, limit_bytes: int) -> Receive:
-    received = 0
-
-    async def limited() -> Message:
-        nonlocal received
-        message = await receive()
-        received += len(message.get("body", b""))
-        if received > limit_bytes:
-            raise Refusal(413, "too_large", f"the body is longer than {limit_bytes} bytes")
-        return message
-
-    return limited
 
 
 async def _until_gone(receive: Receive) -> None:

@@ -16,12 +16,14 @@ import select
 import socket
 import struct
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import Protocol, TypeVar
 
 import msgspec
 
-from laminar.shell.sockets import format_address, parse_address
+from laminar.shell.sockets import BACKLOG, bound_address, format_address, parse_address
 from laminar.wire.codec import decode, frame
 
 T = TypeVar("T")
@@ -182,12 +184,11 @@ class SocketConn:
 class SocketListener:
     """`Listener` over a listening stream socket, possibly inherited and shared with the process that bound it."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, address: str) -> None:
         # Never shut down: the driver keeps the same socket for the next life of this slot.
         self._sock = sock
         sock.setblocking(False)
-        name = sock.getsockname()
-        self.address = name if isinstance(name, str) else format_address(name[0], name[1])
+        self.address = address
 
     def accept(self, stop: Waker) -> SocketConn | None:
         poll = select.poll()
@@ -198,24 +199,31 @@ class SocketListener:
             if stop.fileno() in ready:
                 return None
             try:
-                sock, peer = self._sock.accept()
+                sock, _ = self._sock.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 continue  # the caller gave up before we came
-            return SocketConn(sock, format_address(peer[0], peer[1]) if isinstance(peer, tuple) else "local")
+            return SocketConn(sock, _peer_name(sock))
 
     def close(self) -> None:
         self._sock.close()
 
 
+def listen_tcp(sock: socket.socket) -> SocketListener:
+    """Takes over a listening TCP socket."""
+    return SocketListener(sock, bound_address(sock))
+
+
 def listen_unix(path: str) -> SocketListener:
     """Binds a unix socket at `path` (mode 0600); a stale one of an earlier life is replaced in one step."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    beside = f"{path}.{os.getpid()}"
-    sock.bind(beside)
-    os.chmod(beside, 0o600)
-    sock.listen(64)
-    os.rename(beside, path)
-    return SocketListener(sock)
+    with _short_folder(path) as folder:
+        name = os.path.basename(path)
+        beside = f"{folder}/{name}.{os.getpid()}"
+        sock.bind(beside)
+        os.chmod(beside, 0o600)
+        sock.listen(BACKLOG)
+        os.rename(beside, f"{folder}/{name}")
+    return SocketListener(sock, path)
 
 
 def connect(address: str, deadline_s: float) -> SocketConn:
@@ -231,7 +239,8 @@ def connect_unix(path: str, deadline_s: float) -> SocketConn:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.settimeout(deadline_s)
-        sock.connect(path)
+        with _short_folder(path) as folder:
+            sock.connect(f"{folder}/{os.path.basename(path)}")
     except OSError as error:
         sock.close()
         raise PeerLost(f"cannot connect to {path}: {error}") from error
@@ -306,6 +315,26 @@ def _proof(token: str, role: str, job_uid: str, purpose: str, client_nonce: byte
     # The role keeps a listener's proof from being played back as a client's.
     text = "\0".join((role, purpose, job_uid)).encode()
     return hmac.new(token.encode(), text + b"\0" + client_nonce + listener_nonce, hashlib.sha256).digest()
+
+
+@contextmanager
+def _short_folder(path: str) -> Generator[str]:
+    """The folder of `path` by a short name: a socket's address has room for 107 bytes only (man 7 unix)."""
+    fd = os.open(os.path.dirname(path) or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}"
+    finally:
+        os.close(fd)
+
+
+def _peer_name(sock: socket.socket) -> str:
+    if sock.family == socket.AF_UNIX:
+        return "a process of this machine"
+    try:
+        host, port = sock.getpeername()[:2]
+    except OSError:
+        return "a peer that has left"
+    return format_address(str(host), int(port))
 
 
 def _tune(sock: socket.socket) -> None:

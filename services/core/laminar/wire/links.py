@@ -31,12 +31,12 @@ class LinkKind(StrEnum):
     HANDOVER = "handover"
 
 
-class Held(Struct):
+class Held(Struct, frozen=True, kw_only=True):
     version: int
     digest: str
 
 
-class Hello(Struct):
+class Hello(Struct, frozen=True, kw_only=True):
     """First message of a data connection."""
 
     kind: LinkKind
@@ -53,7 +53,7 @@ class LinkVerdict(StrEnum):
     NOT_UPSTREAM = "notUpstream"
 
 
-class Welcome(Struct):
+class Welcome(Struct, frozen=True, kw_only=True):
     """`current`: the epoch in force here. `held`: complete versions, newest last."""
 
     verdict: LinkVerdict
@@ -61,7 +61,7 @@ class Welcome(Struct):
     held: list[Held]
 
 
-class Announce(Struct):
+class Announce(Struct, frozen=True, kw_only=True):
     """A version comes next; without a manifest: an orderly goodbye."""
 
     manifest: Manifest | None = None
@@ -80,28 +80,28 @@ class OfferVerdict(StrEnum):
     """The same version number with another digest, or another job."""
 
 
-class Answer(Struct):
+class Answer(Struct, frozen=True, kw_only=True):
     verdict: OfferVerdict
     current: int = -1
     """The attempt, epoch or newest version in force, as the verdict says."""
     detail: str = ""
 
 
-class Stored(Struct):
+class Stored(Struct, frozen=True, kw_only=True):
     """All bytes of the version are here and have the announced hashes."""
 
     version: int
     digest: str
 
 
-class OpenVersion(Struct):
+class OpenVersion(Struct, frozen=True, kw_only=True):
     """`version` None: the newest. Waits up to `wait_s` for a version that has not come yet."""
 
     version: int | None = None
     wait_s: float = 0.0
 
 
-class Opened(Struct):
+class Opened(Struct, frozen=True, kw_only=True):
     """With a manifest, the slot's descriptor comes with the next byte. `generation` is that of the slot's contents."""
 
     manifest: Manifest | None = None

@@ -32,7 +32,7 @@ class ManifestError(ValueError):
     """A manifest that contradicts itself, or bytes that contradict a manifest."""
 
 
-class TensorEntry(Struct):
+class TensorEntry(Struct, frozen=True, kw_only=True):
     """A full tensor under its Hugging Face name, row-major, little-endian."""
 
     name: str
@@ -43,7 +43,7 @@ class TensorEntry(Struct):
     nbytes: int
 
 
-class Manifest(Struct):
+class Manifest(Struct, frozen=True, kw_only=True):
     """Tied tensors are listed once. `tensors` are in ascending offset order."""
 
     job_uid: str
@@ -59,7 +59,7 @@ class Manifest(Struct):
 
     @property
     def num_chunks(self) -> int:
-        return math.ceil(self.total_bytes / self.chunk_bytes)
+        return -(-self.total_bytes // self.chunk_bytes)
 
     def chunk_range(self, index: int) -> tuple[int, int]:
         """First byte and the byte after the last of chunk `index`."""

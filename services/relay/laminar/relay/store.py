@@ -51,7 +51,6 @@ class Slot:
     has_writer: bool = False
     readers: int = 0
     forwarders: int = 0
-    was_forwarded: bool = False
     began_s: float = 0.0
 
     @property
@@ -106,8 +105,8 @@ class Pin:
         """True: chunk `index` is there; False: not within `timeout_s`. Raises VersionLost."""
         return self._store.wait_chunk(self, index, timeout_s)
 
-    def release(self, *, forwarded: bool = False) -> None:
-        self._store.release(self, forwarded=forwarded)
+    def release(self) -> None:
+        self._store.release(self)
 
 
 class VersionStore:
@@ -122,6 +121,7 @@ class VersionStore:
         self._slots: list[Slot] = []
         self._incoming: Incoming | None = None
         self._wakers: set[Waker] = set()
+        self._downstream_cursor = -1
         self._closed = False
 
     # --- the incoming version ---
@@ -132,16 +132,16 @@ class VersionStore:
         Raises TooLarge; VersionLost if the replaced writer does not leave in time.
         """
         with self._changed:
+            self._make_slots(manifest)
             previous = self._incoming
             if previous is not None:
                 self._give_up(previous)
                 if not self._changed.wait_for(lambda: not previous.slot.has_writer, WRITER_LEAVES_S):
                     raise VersionLost("the writer of the version before does not leave its slot")
-            self._make_slots(manifest)
             slot = self._spare()
             self._evict(slot)
             slot.use, slot.manifest, slot.num_have = Use.FILLING, manifest, 0
-            slot.has_writer, slot.was_forwarded, slot.began_s = True, False, time.monotonic()
+            slot.has_writer, slot.began_s = True, time.monotonic()
             slot.memory.begin_change()
             self._incoming = Incoming(self, slot, manifest, interrupt)
             self._notify()
@@ -212,6 +212,7 @@ class VersionStore:
     def pin_for_downstream(self, cursor: int) -> Pin | None:
         """What a neighbour that holds `cursor` gets next: the newest complete version, else the one coming in."""
         with self._changed:
+            self._downstream_cursor = cursor
             complete = self._complete()
             slot = complete[-1] if complete else None
             if slot is None or slot.version <= cursor:
@@ -233,15 +234,13 @@ class VersionStore:
                 raise VersionLost(f"version {pin.manifest.version} left its slot")
             return settled
 
-    def release(self, pin: Pin, *, forwarded: bool) -> None:
+    def release(self, pin: Pin) -> None:
         """See Pin."""
         with self._changed:
             if pin.forwards:
                 pin.slot.forwarders -= 1
             else:
                 pin.slot.readers -= 1
-            if forwarded and pin.slot.manifest is pin.manifest:
-                pin.slot.was_forwarded = True
 
     def subscribe(self, waker: Waker) -> None:
         """`waker` is set whenever a version begins, completes or is given up."""
@@ -274,8 +273,8 @@ class VersionStore:
             limit_bytes = available_memory_bytes() // self._num_slots
             if needed_bytes > limit_bytes:
                 raise TooLarge(
-                    f"version {manifest.version} has {manifest.total_bytes} bytes; {self._num_slots} slots of that size "
-                    f"do not fit into the memory available here ({limit_bytes * self._num_slots} bytes)",
+                    f"version {manifest.version} has {manifest.total_bytes} bytes; {self._num_slots} slots of that "
+                    f"size do not fit into the memory available here ({limit_bytes * self._num_slots} bytes)",
                     limit_bytes,
                 )
             self._slots = [Slot(SlotMemory(f"laminar-slot-{index}", needed_bytes)) for index in range(self._num_slots)]
@@ -298,7 +297,7 @@ class VersionStore:
             return
         if slot.readers:
             self._counters.reused_under_reader()
-        if not slot.was_forwarded:
+        if self._wakers and slot.version > self._downstream_cursor:
             self._counters.superseded()
 
     def _give_up(self, incoming: Incoming) -> None:

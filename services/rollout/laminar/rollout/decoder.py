@@ -12,8 +12,10 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
@@ -203,15 +205,16 @@ class Decoder:
 
     def _draw(self, logits: torch.Tensor, slots: torch.Tensor) -> None:
         """Appends one token to each row of `slots`; `logits` has their order."""
-        indices = slots.numpy()
+        indices = cast(npt.NDArray[np.int64], slots.numpy())
         draws = torch.from_numpy(uniforms(self._states[indices], self._drawn[indices]))
         greedy = self._greedy[slots]
         tokens, logprobs = choose(logits, self._temperatures[slots], draws, greedy if bool(greedy.any()) else None)
         self._last[slots] = tokens
         self._drawn[indices] += 1
         self._generated_tokens += len(indices)
-        for index, token, logprob in zip(indices.tolist(), tokens.tolist(), logprobs.tolist(), strict=True):
-            row = self._rows[index]
+        rows = [self._rows[index] for index in cast(list[int], indices.tolist())]
+        token_list, logprob_list = cast(list[int], tokens.tolist()), cast(list[float], logprobs.tolist())
+        for row, token, logprob in zip(rows, token_list, logprob_list, strict=True):
             row.response.append(token)
             row.logprobs.append(logprob)
 

@@ -8,6 +8,7 @@ from the channel, at once.
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Sequence
 from typing import Protocol
@@ -126,16 +127,13 @@ class EngineProcess:
             raise EngineExited(f"the engine (pid {self.pid}) ended with {_meaning(code)}") from None
 
     async def kill(self) -> None:
-        if self._child.process.returncode is None:
-            kill_tree(self.pid)
         await self._ended()
 
     async def _ended(self) -> int:
-        """The exit code; a process that closed its channel and lives on is killed."""
+        """The exit code, once it and all its descendants are gone."""
         self._child.writer.close()
         if self._child.process.returncode is None:
-            # It ends by itself at the end of the channel; after a crash it is a zombie already.
-            kill_tree(self.pid)
+            await asyncio.to_thread(kill_tree, self.pid)
         return await self._child.process.wait()
 
     def _send(self, command: EngineCommand) -> None:

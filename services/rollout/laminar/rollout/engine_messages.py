@@ -47,7 +47,7 @@ class LoadState(msgspec.Struct, frozen=True, kw_only=True):
 # Agent to engine.
 
 
-class Begin(Tagged, kw_only=True):
+class Begin(Tagged, frozen=True, kw_only=True):
     """First message: build the model and answer EngineReady or EngineRefused."""
 
     model_folder: str
@@ -56,7 +56,7 @@ class Begin(Tagged, kw_only=True):
     """Prompt and response together, in tokens."""
 
 
-class Load(Tagged, kw_only=True):
+class Load(Tagged, frozen=True, kw_only=True):
     """Replace the weights; answered by LoadResult. Refused while requests are running."""
 
     version: int
@@ -68,21 +68,21 @@ class Load(Tagged, kw_only=True):
     deadline_s: float
 
 
-class Add(Tagged, kw_only=True):
+class Add(Tagged, frozen=True, kw_only=True):
     requests: list[EngineRequest]
 
 
-class Abort(Tagged, kw_only=True):
+class Abort(Tagged, frozen=True, kw_only=True):
     """Forget these requests; unknown ones are no error (they may just have ended)."""
 
     keys: list[RequestKey]
 
 
-class Pause(Tagged, kw_only=True):
+class Pause(Tagged, frozen=True, kw_only=True):
     """Decode nothing until Resume; all tokens so far are sent first, in a Progress with `paused`."""
 
 
-class Resume(Tagged, kw_only=True):
+class Resume(Tagged, frozen=True, kw_only=True):
     pass
 
 
@@ -92,7 +92,7 @@ EngineCommand = Begin | Load | Add | Abort | Pause | Resume
 # Engine to agent.
 
 
-class EngineReady(Tagged, kw_only=True):
+class EngineReady(Tagged, frozen=True, kw_only=True):
     """The model is built, its weights are random: nothing can be added before a Load."""
 
     kv_capacity_tokens: int
@@ -101,7 +101,7 @@ class EngineReady(Tagged, kw_only=True):
     start_s: float
 
 
-class EngineRefused(Tagged, kw_only=True):
+class EngineRefused(Tagged, frozen=True, kw_only=True):
     """This model cannot be served; the engine exits. A restart will not help."""
 
     detail: str
@@ -117,7 +117,7 @@ class LoadStatus(StrEnum):
     """Failed after the first overwritten tensor: nothing may run until a whole version is loaded."""
 
 
-class LoadResult(Tagged, kw_only=True):
+class LoadResult(Tagged, frozen=True, kw_only=True):
     version: int
     status: LoadStatus
     digest: str = ""
@@ -146,7 +146,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
 
 
-class Progress(Tagged, kw_only=True):
+class Progress(Tagged, frozen=True, kw_only=True):
     """At most every `PROGRESS_INTERVAL_S` unless something ended; blocks come before the ends they belong to."""
 
     blocks: list[TokenBlock] = []

@@ -5,7 +5,6 @@ Weights come by relay (`laminar.rollout.weights`); the model folder only says wh
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +14,14 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from laminar.rollout.model_folder import ModelFolderError, eos_ids, tokenizer_path
 from laminar.rollout.slots import CacheShape, DecodePlan, PrefillPlan, SlotCache, decode_mask, prefill_mask
 
 _PROBE_TOLERANCE = 1e-3
 """Of the largest logit: fp32 noise is 1e-6 of it, a model that ignores the cache is off by about 1."""
 
 
-class UnfitModel(ValueError):
+class UnfitModel(ModelFolderError):
     """This model folder cannot be served by the torch engine; the text says why."""
 
 
@@ -34,7 +34,7 @@ class ServedModel:
 
 
 def build_model(folder: Path, *, slots: int, max_length: int) -> ServedModel:
-    """The model with random fp32 weights and an empty cache. Raises UnfitModel."""
+    """The model with random fp32 weights and an empty cache. Raises ModelFolderError."""
     if not (folder / "config.json").is_file():
         raise UnfitModel(f"{folder} has no config.json")
     try:
@@ -43,33 +43,20 @@ def build_model(folder: Path, *, slots: int, max_length: int) -> ServedModel:
     except (ValueError, KeyError, OSError) as error:
         raise UnfitModel(f"{folder}: {error}") from error
     model = model.eval().requires_grad_(requires_grad=False)
-    vocabulary = int(model.get_input_embeddings().weight.shape[0])
+    vocabulary = cast(torch.nn.Embedding, model.get_input_embeddings()).num_embeddings
     check_tokenizer(folder, vocabulary)
     shape = _cache_shape(config, slots, _usable_length(config, max_length))
     cache = SlotCache(shape, torch.float32)
     _probe(model, cache, vocabulary)
-    return ServedModel(model, cache, _eos_ids(folder), vocabulary)
+    return ServedModel(model, cache, eos_ids(folder), vocabulary)
 
 
 def check_tokenizer(folder: Path, vocabulary: int) -> None:
-    """Every id that the folder's tokenizer can make must have a row of embeddings. Raises UnfitModel."""
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise UnfitModel(f"{folder} has no tokenizer.json")
+    """Every id that the folder's tokenizer can make must have a row of embeddings. Raises ModelFolderError."""
+    path = tokenizer_path(folder)
     highest = max(Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True).values(), default=-1)
     if highest >= vocabulary:
         raise UnfitModel(f"{path} makes ids up to {highest}, the model has {vocabulary} rows of embeddings")
-
-
-def _eos_ids(folder: Path) -> frozenset[int]:
-    """Where generation stops: generation_config.json if it says so, else config.json."""
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        if path.is_file():
-            value = json.loads(path.read_text()).get("eos_token_id")
-            if value is not None:
-                return frozenset(value if isinstance(value, list) else [value])
-    raise UnfitModel(f"{folder}: neither generation_config.json nor config.json names eos_token_id")
 
 
 def _usable_length(config: PreTrainedConfig, max_length: int) -> int:
@@ -113,7 +100,8 @@ def _probe(model: PreTrainedModel, cache: SlotCache, vocabulary: int) -> None:
     position, start = torch.arange(2), torch.zeros(1, dtype=torch.long)
     try:
         whole = model(input_ids=tokens, use_cache=False).logits[:, -1]
-        cache.plan = PrefillPlan(source=torch.zeros_like(position), column=position, slot=position * 0, position=position)
+        first = torch.zeros_like(position)
+        cache.plan = PrefillPlan(source=first, column=position, slot=first, position=position)
         model(
             input_ids=tokens[:, :2], position_ids=position[None], attention_mask=prefill_mask(start, 2, torch.float32),
             cache=cache, use_cache=True, logits_to_keep=1,

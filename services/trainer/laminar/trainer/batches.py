@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
+
 from laminar.core.groups import LAMINAR_ADVANTAGES, AdvantageRule, advantages
 from laminar.wire.dataplane import BatchGroup
-from torch import Tensor
 
 TOKENS_DTYPE = np.dtype("<i4")
 LOGPROBS_DTYPE = np.dtype("<f4")

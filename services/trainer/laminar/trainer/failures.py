@@ -11,7 +11,7 @@ EXIT_INPUT = 2
 EXIT_STORAGE = 3
 """Checkpoints cannot be written any more; a new attempt may find the volume healthy."""
 EXIT_SUPERSEDED = 4
-"""A newer attempt (or life) of the trainer exists: this one must not be restarted."""
+"""A newer attempt, or a newer generation of the pool, is in force: only a new attempt may go on."""
 
 
 class TrainerFailure(Exception):

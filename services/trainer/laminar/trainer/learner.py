@@ -14,13 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
+
 from laminar.core.groups import fill_to, num_updates, pack, split_updates
 from laminar.shell.logs import fields
 from laminar.trainer.batches import Trajectory, micro_batch, trajectories
 from laminar.trainer.loss import LossRule, LossTerms, Totals, clipped_loss, sequence_weights
 from laminar.trainer.policy import Policy, full_tensor
 from laminar.wire.dataplane import BatchSlice
-from torch import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -121,9 +122,7 @@ class Learner:
             sums.num_not_finite += 1
         self.optimizer.zero_grad()
 
-    def _statistics(
-        self, batch: BatchSlice, groups: list[list[Trajectory]], sums: StepSums
-    ) -> dict[str, float]:
+    def _statistics(self, batch: BatchSlice, groups: list[list[Trajectory]], sums: StepSums) -> dict[str, float]:
         rewards = [sample.reward for group in batch.groups for sample in group.samples]
         all_tokens = sum(len(sample.tokens) // 4 for group in batch.groups for sample in group.samples)
         loss, tokens, clipped, diff, negative, used, reward, samples, response = self.policy.ranks.sum(
@@ -152,7 +151,7 @@ class Learner:
         }
         if stats["logprob_diff_mean"] > LOGPROB_DIFF_ALERT:
             log.warning(
-                "the trainer's log-probs differ from those of the rollouts: an engine may use other weights or numerics",
+                "the trainer's log-probs differ from those of the rollouts: check the engines' weights and numerics",
                 extra=fields(step=batch.step, mean=stats["logprob_diff_mean"], max=diff_max),
             )
         return {name: value for name, value in stats.items() if math.isfinite(value)}

@@ -91,9 +91,9 @@ def token_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> Tenso
 def clipped_loss(
     logprobs: Tensor, behaviour: Tensor, mask: Tensor, advantages: Tensor, weights: Tensor, rule: LossRule
 ) -> LossTerms:
-    """`logprobs`, `behaviour`, `mask`: [rows, positions]; `advantages`, `weights`: [rows]. mask is 1.0 on response tokens.
+    """`logprobs`, `behaviour`, `mask`: [rows, positions]; `advantages`, `weights`: [rows].
 
-    A row whose mask is all zero contributes exactly 0 to loss and gradient.
+    `mask` is 1.0 on response tokens. A row whose mask is all zero contributes exactly 0 to loss and gradient.
     """
     difference = (logprobs - behaviour) * mask
     ratio = torch.exp(difference)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -49,7 +49,9 @@ class Ranks:
 
     def side_channel(self) -> dist.ProcessGroup | None:
         """A second group for the collectives of a thread; None with one rank."""
-        return dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if self.size > 1 else None
+        if self.size == 1:
+            return None
+        return cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT))
 
     def close(self) -> None:
         if dist.is_initialized():
@@ -60,4 +62,4 @@ class Ranks:
             return list(values)
         tensor = torch.tensor(list(values), dtype=torch.float64)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM)
-        return [float(value) for value in tensor.tolist()]
+        return cast("list[float]", tensor.tolist())

@@ -1,0 +1,149 @@
+"""The lasting record of a run: RUN/metrics.jsonl, and what the view is told, from the pool's own books."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+
+from pydantic import RootModel
+
+from laminar.cli.run_folder import Result, RunFolder, durable_write
+from laminar.cli.view import View
+from laminar.shell.calls import Unreachable
+from laminar.shell.client import PoolClient
+from laminar.wire.messages import Event, JobStatus, StepRow
+
+REFRESH_EVERY_S = 1.0
+CALL_S = 3.0
+FINAL_S = 15.0
+FINAL_AWAY_S = 1.0
+"""For a pool that was away already."""
+UNWRITABLE = "RunFolderUnwritable"
+MAX_EVENTS = 500
+REWARD_STEPS = 5
+"""Rewards of single steps are noisy: the first and last five are compared."""
+
+
+class Steps(RootModel[list[StepRow]]):
+    """Answer of `GET /v1/steps`."""
+
+
+class Events(RootModel[list[Event]]):
+    """Answer of `GET /v1/events`."""
+
+
+class StepLog:
+    """RUN/metrics.jsonl: one line a step, in order, of the surviving lineage only."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self._path = run.metrics_file
+        self.rows: dict[int, StepRow] = {}
+
+    def extend(self, rows: Sequence[StepRow]) -> None:
+        """Rows above all that are there."""
+        with self._path.open("a") as file:
+            for row in rows:
+                self.rows[row.step] = row
+                file.write(row.model_dump_json() + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def replace(self, rows: Sequence[StepRow]) -> None:
+        """All rows there are: after a rollback steps may have gone or changed."""
+        self.rows = {row.step: row for row in sorted(rows, key=lambda row: (row.step, row.attempt))}
+        durable_write(self._path, "".join(row.model_dump_json() + "\n" for row in self.rows.values()).rstrip("\n"))
+
+
+class Recorder:
+    """Asks the pool about once a second, tells the view, keeps metrics.jsonl."""
+
+    def __init__(self, client: PoolClient, run: RunFolder, view: View) -> None:
+        self._client = client
+        self._view = view
+        self._log = StepLog(run)
+        self._attempt: int | None = None
+        self._last_seq = 0
+        self._finished = False
+        self._conditions: dict[str, str] = {}
+        self.status: JobStatus | None = None
+        """The newest one, however old."""
+
+    async def run(self) -> None:
+        """Until `finish`, or cancelled. A pool that is away is asked again."""
+        while not self._finished:
+            try:
+                await self.refresh(CALL_S)
+            except Unreachable:
+                pass  # noqa: S110  the driver sees the pool's absence itself; here there is only nothing to show
+            await asyncio.sleep(REFRESH_EVERY_S)
+
+    async def finish(self, *, pool_answers: bool) -> JobStatus | None:
+        """The last look, before the pool leaves. None: it never answered."""
+        self._finished = True
+        self._attempt = None
+        try:
+            await self.refresh(FINAL_S if pool_answers else FINAL_AWAY_S)
+        except Unreachable:
+            return self.status
+        return self.status
+
+    async def refresh(self, deadline_s: float) -> None:
+        """One look. Raises Unreachable."""
+        status = await self._client.get_json("/v1/status", JobStatus, CALL_S, deadline_s=deadline_s)
+        # The last step seen may have been rolled back and trained anew: its attempt tells.
+        whole = status.attempt != self._attempt or status.committed_step < max(self._log.rows, default=0)
+        after = -1 if whole else max(self._log.rows, default=-1)
+        rows = (
+            await self._client.get_json("/v1/steps", Steps, CALL_S, deadline_s=deadline_s, params={"after": after})
+        ).root
+        known = self._log.rows
+        news = [row for row in rows if known.get(row.step) != row]
+        self._keep(rows, whole=whole, attempt=status.attempt)
+        await self._events(deadline_s)
+        self.status = status
+        if news:
+            self._view.steps(news)
+        self._view.status(status)
+
+    def _keep(self, rows: Sequence[StepRow], *, whole: bool, attempt: int) -> None:
+        """A full disk stops the record, not the training; the next look writes all of it."""
+        try:
+            if whole:
+                self._log.replace(rows)
+            elif rows:
+                self._log.extend(rows)
+        except OSError as error:
+            self._attempt = None
+            self._conditions[UNWRITABLE] = f"{error.filename or 'metrics.jsonl'}: {error.strerror}"
+        else:
+            self._attempt = attempt
+            self._conditions.pop(UNWRITABLE, None)
+
+    async def _events(self, deadline_s: float) -> None:
+        params = {"after": self._last_seq, "limit": MAX_EVENTS}
+        events = (await self._client.get_json("/v1/events", Events, CALL_S, deadline_s=deadline_s, params=params)).root
+        if events:
+            self._last_seq = events[-1].seq
+            self._view.events(events)
+
+    def result(self, phase: str, reason: str, num_steps: int, wall_s: float, conditions: dict[str, str]) -> Result:
+        """How the run ended, from the last look."""
+        rewards = [row.reward_mean for _, row in sorted(self._log.rows.items())]
+        status = self.status
+        evaluations = [] if status is None else [row.model_dump(mode="json") for row in status.evaluations]
+        return Result(
+            phase=phase,
+            reason=reason,
+            steps=num_steps,
+            committed_step=0 if status is None else status.committed_step,
+            wall_s=wall_s,
+            reward_first=_mean(rewards[:REWARD_STEPS]),
+            reward_last=_mean(rewards[-REWARD_STEPS:]),
+            evaluations=evaluations,
+            conditions=conditions | self._conditions | ({} if status is None else status.conditions),
+        )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,108 @@
+"""Is there enough memory and disk for a job? Asked before anything big starts.
+
+The estimate is a floor: it counts weights, optimizer state, kept versions and the libraries themselves, not
+activations or caches of keys and values. What it refuses would be killed by the kernel half-way.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from laminar.cli.errors import BadInput
+from laminar.cli.sources import weight_files
+from laminar.wire.spec import JobSpec
+
+TORCH_BYTES = 300 * 2**20
+"""Private memory of a process that has imported torch (the rest of its 0.6 GB is shared)."""
+SERVICE_BYTES = 80 * 2**20
+"""A service without torch."""
+SLACK_BYTES = 200 * 2**20
+"""Disk for the ledger, logs and metrics of a small run."""
+BYTES_PER_PARAMETER = 4
+"""Training and publishing are in fp32 on a CPU."""
+MAX_HEADER_BYTES = 100 * 2**20
+_STORED_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    memory_bytes: int
+    disk_bytes: int
+
+
+def need(spec: JobSpec, num_parameters: int, num_machines: int) -> Need:
+    """What the job takes at least on one host."""
+    weights_bytes = BYTES_PER_PARAMETER * num_parameters
+    # Weights, gradients, two moments; rank 0 also keeps the bytes it has handed over.
+    trainer_bytes = spec.trainer.replicas * (4 * weights_bytes + TORCH_BYTES) + weights_bytes
+    rollout_bytes = spec.rollout.replicas * (weights_bytes + TORCH_BYTES + SERVICE_BYTES)
+    relay_bytes = num_machines * ((spec.relay.keep_versions + 1) * weights_bytes + SERVICE_BYTES)
+    checkpoint_bytes = 3 * weights_bytes
+    return Need(
+        memory_bytes=trainer_bytes + rollout_bytes + relay_bytes + SERVICE_BYTES,
+        # One more than are kept, while the newest is written; and the model at the end.
+        disk_bytes=(spec.trainer.checkpoint.keep + 1) * checkpoint_bytes + weights_bytes + SLACK_BYTES,
+    )
+
+
+def check(spec: JobSpec, model: Path, run: Path, num_machines: int) -> None:
+    """Raises BadInput when this host has less free memory or disk than the job takes at least."""
+    needed = need(spec, count_parameters(model), num_machines)
+    memory_bytes = available_memory_bytes()
+    if needed.memory_bytes > memory_bytes:
+        raise BadInput(
+            f"The model {model} needs about {_gb(needed.memory_bytes)} of memory with {spec.rollout.replicas} rollout "
+            f"replicas and {spec.trainer.replicas} trainer ranks, and {_gb(memory_bytes)} are free. "
+            "Use fewer replicas, a smaller model, or a larger machine."
+        )
+    disk_bytes = shutil.disk_usage(run).free
+    if needed.disk_bytes > disk_bytes:
+        raise BadInput(
+            f"The run needs about {_gb(needed.disk_bytes)} of disk for checkpoints and the model, and {run} has "
+            f"{_gb(disk_bytes)} free. Choose another folder with --run, or keep fewer checkpoints "
+            "(spec.trainer.checkpoint.keep)."
+        )
+
+
+def count_parameters(model: Path) -> int:
+    """Parameters of the folder's weights: exact for safetensors, by size (2 bytes each) otherwise."""
+    total = 0
+    for path in weight_files(model):
+        total += _safetensors_parameters(path) if path.suffix == ".safetensors" else path.stat().st_size // 2
+    return total
+
+
+def available_memory_bytes() -> int:
+    """What processes can still take without swapping, by the kernel's own estimate and this container's limit."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.is_file() and used.is_file() and (text := limit.read_text().strip()) != "max":
+        available = min(available, max(0, int(text) - int(used.read_text())))
+    return available
+
+
+def _safetensors_parameters(path: Path) -> int:
+    """By the sizes in the file's header. Raises BadInput if it has none."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            if not 0 < size <= MAX_HEADER_BYTES:
+                raise ValueError("no header")
+            header = cast(dict[str, dict[str, Any]], json.loads(file.read(size)))
+    except ValueError as error:
+        raise BadInput(f"spec.model.source: {path} is not a safetensors file, or is cut off ({error}).") from error
+    total = 0
+    for name, entry in header.items():
+        if name != "__metadata__":
+            start, end = entry["data_offsets"]
+            total += (int(end) - int(start)) // _STORED_BYTES.get(str(entry["dtype"]), 1)
+    return total
+
+
+def _gb(size_bytes: int) -> str:
+    return f"{size_bytes / 1e9:.1f} GB"

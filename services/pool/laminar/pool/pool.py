@@ -1,0 +1,260 @@
+"""The pool: one job's prompt stream, ledger, experience buffer, version register and members, joined.
+
+    rollouts --lease/progress--> Rollouts --\\                        /--> Store (SQLite, one writer thread)
+    trainer  --take/commit/...-> Training ---> Books (core objects) --
+    members  --register/beat---> Pool     --/                        \\--> commands to replicas, stream to the driver
+
+Life of a job: starting -> evaluatingFirst -> training -> evaluatingLast -> complete | stopped | failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+
+from laminar.core.samples import Holder
+from laminar.core.versions import VersionState
+from laminar.pool import rows
+from laminar.pool.books import Books
+from laminar.pool.members import (
+    CommandStream,
+    Member,
+    OlderLife,
+    SupersededIncarnation,
+    Unregistered,
+)
+from laminar.pool.restore import Stored
+from laminar.pool.rollouts import Rollouts
+from laminar.pool.signals import until
+from laminar.pool.training import Training
+from laminar.shell.answers import Refusal
+from laminar.wire.codec import frame
+from laminar.wire.dataplane import Command, CommandKind
+from laminar.wire.messages import (
+    Fence,
+    Heartbeat,
+    HeartbeatReply,
+    PoolView,
+    Register,
+    Registered,
+    Role,
+    StopRequest,
+)
+
+PING_S = 1.0
+VIEW_S = 0.5
+"""The driver's stream says something at least this often."""
+LOAD_PERIOD_S = 1.0
+MAX_LOADS = 20_000
+"""Points of the load curves; when full, every second one goes and from then on half as many are taken."""
+
+
+class Pool:
+    """See the module. Invariant: an answer goes out only after what it says is durable."""
+
+    def __init__(self, books: Books, stored: Stored) -> None:
+        self.books = books
+        self.rollouts = Rollouts(books)
+        self.training = Training(books)
+        self.stopping: Callable[[], bool] = lambda: False
+        self._num_loads, self._load_seq = stored.num_loads, stored.load_seq
+        self._load_period_s = float(stored.meta.get("load_period_s", LOAD_PERIOD_S))
+        self._loads_at_s = 0.0
+        self._judged_s = 0.0
+        self._condition: tuple[str, str] | None = None
+        self._last_loads: dict[str, str] = {}
+
+    # --- members ------------------------------------------------------------------------------------------------
+
+    async def join(self, call: Register) -> Registered:
+        """A member's life begins; what its earlier life held moves."""
+        books = self.books
+        if call.role is Role.TRAINER and call.attempt < books.attempt:
+            detail = f"attempt {call.attempt} has ended; attempt {books.attempt} trains"
+            raise Refusal(409, "attempt", detail, current=books.attempt)
+        try:
+            joined = books.members.join(call, books.clock.monotonic_s())
+        except OlderLife as error:
+            known = books.members.get(call.slot)
+            raise Refusal(409, "life", str(error), current=known.register.life if known else None) from error
+        if joined.is_new:
+            books.write(rows.member(call, joined.member.incarnation, fenced=False))
+            if joined.superseded is not None:
+                self._superseded(joined.superseded, call.role, "a new incarnation registered")
+            books.news.members.notify()
+        await books.commit()
+        return Registered(incarnation=joined.member.incarnation, generation=books.identity.generation)
+
+    def _superseded(self, holder: Holder, role: Role, reason: str) -> None:
+        if role is Role.ROLLOUT:
+            self.rollouts.lose(holder, reason)
+        elif role is Role.RELAY:
+            self.training.relay_left(holder.slot)  # its memory went with it
+
+    def member(self, slot: str, incarnation: int) -> Member:
+        """The member that speaks; every message is a sign of life. Raises a 404 or 410 Refusal."""
+        books = self.books
+        try:
+            known = books.members.get(slot)
+            was_suspect = known is not None and known.suspect
+            member = books.members.heard(slot, incarnation, books.clock.monotonic_s())
+        except Unregistered as error:
+            raise Refusal(404, "member", str(error)) from error
+        except SupersededIncarnation as error:
+            raise Refusal(410, "incarnation", str(error), current=error.current) from error
+        if was_suspect:
+            books.event("member", f"{slot} is heard again")
+            books.news.members.notify()
+        return member
+
+    async def heartbeat(self, beat: Heartbeat) -> HeartbeatReply:
+        books = self.books
+        self.member(beat.slot, beat.incarnation)
+        member, changed = books.members.beat(beat, books.clock.monotonic_s())
+        if member.register.role is Role.RELAY:
+            for held in beat.held:
+                self.training.remind_complete(beat.slot, held.version, held.digest)
+        if changed:
+            books.news.members.notify()
+        books.submit()
+        newest = books.register.newest
+        return HeartbeatReply(newest=newest.version if newest else None)
+
+    async def fence(self, call: Fence) -> None:
+        """Nothing that this incarnation says counts any more."""
+        books = self.books
+        member = books.members.fence(call.slot, call.incarnation)
+        if member is not None:
+            books.write(rows.member(member.register, member.incarnation, fenced=True))
+            books.event("fence", f"{call.slot} is fenced: {call.reason}")
+            self._superseded(member.holder, member.register.role, f"fenced: {call.reason}")
+            books.command(call.slot, Command(kind=CommandKind.FENCE, reason=call.reason))
+            books.news.members.notify()
+        await books.commit()
+        if member is not None and member.stream is not None:
+            member.stream.close()
+
+    async def commands(self, stream: CommandStream, member: Member) -> AsyncGenerator[bytes, None]:
+        """The command connection of one life of a replica; its end makes the member suspect at once."""
+        try:
+            yield frame(Command(kind=CommandKind.HELLO))
+            while True:
+                commands = await stream.take(PING_S)
+                for command in commands or [Command(kind=CommandKind.PING)]:
+                    yield frame(command)
+                if stream.closed:
+                    return
+        finally:
+            self._stream_ended(member, stream)
+
+    def open_commands(self, slot: str, incarnation: int) -> tuple[CommandStream, Member]:
+        member = self.member(slot, incarnation)
+        stream = self.books.members.open_stream(slot, incarnation, self.books.clock.monotonic_s())
+        self.rollouts.adopt_unconfirmed(member.holder)
+        self.books.news.members.notify()
+        self.books.submit()
+        return stream, member
+
+    def _stream_ended(self, member: Member, stream: CommandStream) -> None:
+        if self.stopping():
+            return  # the connection ends with this process: that says nothing about the member
+        if self.books.members.close_stream(member.slot, stream) is member and not member.fenced:
+            self._suspect(member, "its command connection closed")
+            self.books.submit()
+
+    def _suspect(self, member: Member, reason: str) -> None:
+        self.books.event("suspect", f"{member.slot} is suspect: {reason}")
+        if member.register.role is Role.ROLLOUT:
+            self.rollouts.lose(member.holder, f"suspect: {reason}")
+        self.books.news.members.notify()
+
+    # --- the pool's own clock -----------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Every TICK_S: who went silent, who makes no progress, load curves."""
+        books = self.books
+        now_s = books.clock.monotonic_s()
+        for member in books.members.tick(now_s):
+            self._suspect(member, f"silent for {now_s - member.heard_s:.1f} s")
+        if now_s - self._judged_s >= 1.0:
+            self._judged_s = now_s
+            for member in books.members.judge_progress(self.rollouts.running_holders(), now_s):
+                books.event("stalled", f"{member.slot} holds running samples and makes no progress")
+                books.news.members.notify()
+        self._note_condition()
+        if now_s - self._loads_at_s >= self._load_period_s and books.store.condition is None:
+            self._loads_at_s = now_s
+            self._note_loads()
+        books.submit()
+
+    def _note_condition(self) -> None:
+        """Who waited for the disk goes on."""
+        books, condition = self.books, self.books.store.condition
+        if (condition is None) is (self._condition is None):
+            return
+        books.event("store", f"{condition[0]}: {condition[1]}" if condition else "the ledger is written again")
+        self._condition = condition
+        books.news.leases.notify()
+        books.news.batches.notify()
+
+    def _note_loads(self) -> None:
+        """One point a replica whose load is not what it was."""
+        for member in self.books.members.of_role(Role.ROLLOUT):
+            if member.load is None or member.suspect:
+                continue
+            text = member.load.model_dump_json()
+            if self._last_loads.get(member.slot) == text:
+                continue
+            self._last_loads[member.slot] = text
+            self._load_seq += 1
+            self._num_loads += 1
+            wall_s = self.books.clock.wall_s()
+            self.books.write(rows.load(self._load_seq, wall_s, member.slot, member.version, member.load))
+        if self._num_loads > MAX_LOADS:
+            self._num_loads //= 2
+            self._load_period_s *= 2
+            self.books.write(rows.HalveLoads(), rows.meta("load_period_s", self._load_period_s))
+
+    # --- the driver and people ----------------------------------------------------------------------------------
+
+    def view(self) -> PoolView:
+        """What the driver decides on."""
+        books = self.books
+        now_s = books.clock.monotonic_s()
+        epochs = [member.epoch for member in books.members.of_role(Role.RELAY) if member.epoch is not None]
+        return PoolView(
+            generation=books.identity.generation, phase=books.phase,
+            members=[member.view(now_s) for member in books.members.all()],
+            highest_epoch=max([books.chain.epoch, *epochs]), attempt=books.attempt, durable_step=books.durable_step,
+            reason=books.failed_reason or books.stop_reason or "",
+        )  # fmt: skip
+
+    async def views(self) -> AsyncGenerator[bytes, None]:
+        """One line at once, on each change, and at least every VIEW_S."""
+        while True:
+            yield self.view().model_dump_json().encode() + b"\n"
+            try:
+                async with asyncio.timeout(VIEW_S):
+                    await self.books.news.members.wait()
+            except TimeoutError:
+                continue
+
+    async def stop(self, call: StopRequest) -> None:
+        """Finish the current step, checkpoint, stop. Lasts as long as this process: the driver asks a new one again."""
+        books = self.books
+        if books.stop_reason is None:
+            books.stop_reason = call.reason
+            books.event("stop", f"stopping: {call.reason}")
+            books.news.batches.notify()
+            books.news.leases.notify()
+        await books.commit()
+
+    async def visible(self, version: int, attempt: int, epoch: int) -> None:
+        """Returns when the version is visible, or another epoch is in force."""
+
+        def decide() -> bool | None:
+            self.training.fence(attempt)
+            row = self.books.register.row(version)
+            return True if row.state is not VersionState.RESERVED or self.books.chain.epoch != epoch else None
+
+        await until(decide, self.books.news.versions)

@@ -1,0 +1,180 @@
+"""What people and dashboards see of the books: `GET /v1/status` and `/metrics`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from laminar.core.samples import DiscardReason
+from laminar.core.versions import VersionRow
+from laminar.pool.books import Books
+from laminar.shell.ledger_file import evaluation_rows
+from laminar.wire.messages import (
+    CheckpointInfo,
+    EvaluationRow,
+    Histogram,
+    JobStatus,
+    LedgerCounts,
+    PoolPhase,
+    Role,
+    Visible,
+)
+
+CURVE_POINTS = 2000
+"""Longer reward curves are thinned evenly."""
+STALENESS_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
+
+
+def job_status(books: Books) -> JobStatus:
+    """Everything that `laminar status` and the live view show."""
+    now_s, identity = books.clock.monotonic_s(), books.identity
+    newest = books.register.newest
+    steps = list(books.steps.values())
+    conditions = dict(books.conditions)
+    if books.store.condition is not None:
+        reason, text = books.store.condition
+        conditions[reason] = text
+    replicas = [member for member in books.members.of_role(Role.ROLLOUT) if member.load is not None]
+    return JobStatus(
+        job=identity.job.metadata.name,
+        uid=identity.uid,
+        generation=identity.generation,
+        phase=books.phase,
+        reason=books.failed_reason or books.stop_reason or "",
+        steps=books.ledger.plan.steps,
+        committed_step=books.ledger.committed_step,
+        attempt=books.attempt,
+        newest=_visible(newest) if newest else None,
+        epoch=books.chain.epoch,
+        chain=[member.slot for member in books.chain.members],
+        members=[member.view(now_s) for member in books.members.all()],
+        loads={member.slot: member.load for member in replicas if member.load is not None},
+        counts=ledger_counts(books),
+        inherent=_histogram(row.inherent for row in steps),
+        consumed=_histogram(row.consumed for row in steps),
+        last_step=steps[-1] if steps else None,
+        reward_curve=[row.reward_mean for row in steps[:: 1 + len(steps) // CURVE_POINTS]],
+        evaluations=evaluations(books),
+        checkpoints=[
+            CheckpointInfo(step=row.step, attempt=row.attempt, path=row.path, manifest=dict(row.manifest))
+            for row in books.checkpoints.kept
+        ],
+        conditions=conditions,
+        first_lease_wall_s=books.first_lease_wall_s,
+        wall_s=books.clock.wall_s(),
+        skipped_prompts=books.prompts.skipped,
+        last_event_seq=books.event_seq,
+    )
+
+
+def evaluations(books: Books) -> list[EvaluationRow]:
+    """Results of the rounds that are done."""
+    done = [round_ for point, round_ in sorted(books.rounds.items()) if books.round_done(point)]
+    return [row for round_ in done for row in evaluation_rows(round_, books.register.row(round_.version).step)]
+
+
+def ledger_counts(books: Books) -> LedgerCounts:
+    """The audit's numbers, as the pool counts them."""
+    counters = books.ledger.counters
+    return LedgerCounts(
+        admitted=counters.admitted,
+        consumed=counters.consumed,
+        discarded={reason: number for reason, number in counters.discarded.items() if number},
+        open=books.ledger.num_open,
+        started_unconsumed_groups=books.ledger.started_unconsumed_groups,
+        restarted_samples=counters.restarted_samples,
+        restarted_tokens=counters.restarted_tokens,
+        moved_samples=counters.moved_samples,
+        refused=dict(counters.refused),
+    )
+
+
+def _visible(row: VersionRow) -> Visible:
+    return Visible(version=row.version, step=row.step, digest=row.digest)
+
+
+def _histogram(rows: Iterable[dict[int, int]]) -> Histogram:
+    total: Counter[int] = Counter()
+    for row in rows:
+        total.update(row)
+    return Histogram(counts=dict(sorted(total.items())))
+
+
+class BooksCollector(Collector):
+    """Reads the books when asked: between scrapes it costs nothing."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+
+    def collect(self) -> Iterable[Metric]:
+        books, status = self._books, job_status(self._books)
+        yield _staleness("laminar_inherent_staleness", "Steps behind the newest version at the end", status.inherent)
+        yield _staleness("laminar_consumed_staleness", "Steps behind the step that used it", status.consumed)
+        yield from _totals(status.counts)
+        last = status.last_step
+        for name, text, value in (
+            ("laminar_committed_step", "Last committed training step", status.committed_step),
+            ("laminar_steps", "Steps of the job", status.steps),
+            ("laminar_reward", "Mean reward of the last step", last.reward_mean if last else 0.0),
+            ("laminar_version", "Newest visible version", status.newest.version if status.newest else -1),
+            ("laminar_chain_epoch", "Epoch of the relay chain", status.epoch),
+            ("laminar_trainer_attempt", "Attempt of the trainer", status.attempt),
+            ("laminar_open_samples", "Admitted samples that have not ended", status.counts.open),
+            ("laminar_started_groups", "Started, unconsumed groups", status.counts.started_unconsumed_groups),
+        ):
+            yield GaugeMetricFamily(name, text, value=float(value))
+        yield _by_label("laminar_phase", "1 for the phase that the job is in", "phase", {
+            phase.value: float(phase is status.phase) for phase in PoolPhase
+        })  # fmt: skip
+        yield _by_label("laminar_kv_utilisation", "KV cache in use, 0 to 1", "slot", {
+            slot: load.kv_used_tokens / max(1, load.kv_capacity_tokens) for slot, load in status.loads.items()
+        })  # fmt: skip
+        yield _by_label("laminar_running_samples", "Samples that the engine decodes", "slot", {
+            slot: float(load.running) for slot, load in status.loads.items()
+        })  # fmt: skip
+        yield _by_label("laminar_suspect", "1 for a suspect member", "slot", {
+            member.slot: float(member.suspect) for member in status.members
+        })  # fmt: skip
+        tokens = CounterMetricFamily("laminar_response_tokens", "Tokens of responses that steps consumed")
+        tokens.add_metric((), sum(row.response_tokens for row in books.steps.values()))
+        yield tokens
+
+
+def _totals(counts: LedgerCounts) -> Iterable[Metric]:
+    for name, text, value in (
+        ("laminar_samples_admitted", "Samples whose group was drawn", counts.admitted),
+        ("laminar_samples_restarted", "Samples started again from the prompt", counts.restarted_samples),
+        ("laminar_tokens_restarted", "Tokens lost by restarts", counts.restarted_tokens),
+        ("laminar_samples_moved", "Samples moved with their partial", counts.moved_samples),
+    ):
+        total = CounterMetricFamily(name, text)
+        total.add_metric((), value)
+        yield total
+    # Goes down when a trainer restores an older checkpoint, so it is no counter.
+    yield GaugeMetricFamily("laminar_samples_consumed", "Samples used by the surviving steps", value=counts.consumed)
+    discarded = {reason.value: float(counts.discarded.get(reason.value, 0)) for reason in DiscardReason}
+    yield _by_label("laminar_samples_discarded", "Samples given up", "reason", discarded)
+    refused = {verdict: float(number) for verdict, number in counts.refused.items()}
+    yield _by_label("laminar_writes_refused", "Writes of replicas that were refused", "verdict", refused)
+
+
+def _by_label(name: str, text: str, label: str, values: dict[str, float]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, text, labels=[label])
+    for value_of, value in values.items():
+        family.add_metric([value_of], value)
+    return family
+
+
+def _staleness(name: str, text: str, histogram: Histogram) -> HistogramMetricFamily:
+    """Of the surviving lineage, so it may go down."""
+    counts = histogram.counts
+    buckets = [
+        (str(float(top)), float(sum(n for value, n in counts.items() if value <= top))) for top in STALENESS_BUCKETS
+    ]
+    buckets.append(("+Inf", float(sum(counts.values()))))
+    family = HistogramMetricFamily(name, text)
+    family.add_metric((), buckets, sum_value=float(sum(value * n for value, n in counts.items())))
+    return family

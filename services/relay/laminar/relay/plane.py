@@ -1,0 +1,146 @@
+"""The data plane of one relay: owns the slots, the listeners and all data threads.
+
+    trainer ---hand-over---> [master]  --chain--> [relay] --chain--> [tail]
+                                 |                   |                  |
+                              engines             engines            engines     (memfd over a unix socket)
+
+Who calls what: `UpstreamServer` fills a slot, chunk by chunk; `DownstreamLink` forwards each chunk from that same slot
+as soon as it has landed; `ReaderServer` passes complete slots to engines. `VersionStore` is where they meet.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from laminar.relay.counters import Counters, CountersView
+from laminar.relay.downstream import DownstreamLink
+from laminar.relay.membership import LowerEpoch, Membership
+from laminar.relay.readers import ReaderServer
+from laminar.relay.serving import ConnectionServer, Credentials
+from laminar.relay.store import VersionStore
+from laminar.relay.upstream import UpstreamServer
+from laminar.shell.logs import fields
+from laminar.shell.transport import Listener
+from laminar.wire.links import Held
+from laminar.wire.messages import ChainEpoch
+
+log = logging.getLogger("laminar.relay")
+
+MAX_DATA_CONNS = 32
+"""One upstream and one trainer are honest; a few more may be on their way out."""
+MAX_READERS = 256
+"""Engines of one machine, with restarts."""
+
+__all__ = ["DataPlane", "LowerEpoch", "PlaneView"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneView:
+    """What the agent tells the pool, metrics and people."""
+
+    epoch: int
+    members: tuple[str, ...]
+    index: int | None
+    """Position in the chain, 0 = master."""
+    held: tuple[Held, ...]
+    lost_neighbours: tuple[str, ...]
+    counters: CountersView
+
+
+class DataPlane:
+    """Life: start -> apply_epoch* -> close. `on_change` is called from data threads and must not block.
+
+    Owns the listeners; `close` joins every thread and frees the slots. A defect in a data thread is kept in `failure`
+    for the owner, which must end the process.
+    """
+
+    def __init__(
+        self,
+        slot: str,
+        credentials: Credentials,
+        num_slots: int,
+        data_listener: Listener,
+        handoff_listener: Listener,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._credentials = credentials
+        self._on_change = on_change
+        self._counters = Counters()
+        self._membership = Membership(slot)
+        self._store = VersionStore(num_slots, self._counters, on_change)
+        upstream = UpstreamServer(credentials, self._membership, self._store, self._counters)
+        readers = ReaderServer(credentials, self._store)
+        self._servers = [
+            ConnectionServer("data", data_listener, upstream.serve, MAX_DATA_CONNS, self._counters, self._fail),
+            ConnectionServer("handoff", handoff_listener, readers.serve, MAX_READERS, self._counters, self._fail),
+        ]
+        self._lock = threading.Lock()
+        self._link: DownstreamLink | None = None
+        self._leaving: list[DownstreamLink] = []
+        self.failure: BaseException | None = None
+
+    def start(self) -> None:
+        for server in self._servers:
+            server.start()
+
+    def apply_epoch(self, epoch: ChainEpoch) -> None:
+        """Takes the place that the list names. Links that did not change stay; a version whose sender changed is
+        given up and comes again, whole, from the new one. Raises LowerEpoch. May be repeated."""
+        with self._lock:
+            if self._membership.apply(epoch):
+                self._store.abort_incoming()
+            self._relink()
+        place = self._membership.place
+        log.info("epoch", extra=fields(epoch=place.epoch, index=place.index, members=",".join(place.members)))
+        self._on_change()
+
+    def view(self) -> PlaneView:
+        place = self._membership.place
+        return PlaneView(
+            epoch=place.epoch,
+            members=place.members,
+            index=place.index,
+            held=tuple(self._store.held()),
+            lost_neighbours=tuple(self._membership.lost),
+            counters=self._counters.view(),
+        )
+
+    def close(self) -> None:
+        """Ends all connections, joins all threads, frees the memory."""
+        with self._lock:
+            self._store.close()
+            links = [*self._leaving, *([self._link] if self._link is not None else [])]
+            self._link, self._leaving = None, []
+        for link in links:
+            link.cut()
+        for server in self._servers:
+            server.close()
+        for link in links:
+            link.join()
+        self._store.free()
+
+    def _relink(self) -> None:
+        target = self._membership.downstream
+        for link in [link for link in self._leaving if not link.is_alive()]:
+            link.join()
+            self._leaving.remove(link)
+        if self._link is not None:
+            if self._link.target == target:
+                self._link.kick()
+                return
+            self._link.stop()
+            self._leaving.append(self._link)
+            self._link = None
+        if target is not None:
+            self._link = DownstreamLink(
+                target, self._credentials, self._membership, self._store, self._counters, self._on_change, self._fail
+            )
+            self._link.start()
+
+    def _fail(self, error: BaseException) -> None:
+        log.critical("a data thread failed", exc_info=error)
+        self.failure = error
+        self._on_change()

@@ -1,0 +1,27 @@
+"""`python -m laminar.rollout`: the agent of one rollout replica."""
+
+from __future__ import annotations
+
+from laminar.rollout.agent import Agent
+from laminar.rollout.model_folder import ModelFolderError
+from laminar.rollout.settings import RolloutSettings
+from laminar.shell.client import PoolClient
+from laminar.shell.service import Service, start
+from laminar.shell.settings import Common, SettingsError
+
+LEAVE_S = 10.0
+"""For the last flush; above its own limits."""
+
+
+async def main(common: Common) -> int:
+    service = Service(common, title="rollout", version="1")
+    async with PoolClient(common.pool_url, common.token, common.job_uid, common.generation, common.slot) as client:
+        try:
+            agent = Agent(RolloutSettings.from_env(common), service, client)
+        except ModelFolderError as error:
+            raise SettingsError(str(error)) from error
+        return await service.run(agent.run(), grace_s=LEAVE_S)
+
+
+if __name__ == "__main__":
+    start(main)

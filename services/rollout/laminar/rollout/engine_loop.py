@@ -1,0 +1,168 @@
+"""The `torch` engine's loop: small models on the CPU.
+
+One thread: take commands, decode one step, tell what came of it. Idle, it waits in a read; the agent's death
+ends it at once (the kernel's signal) or at the end of the channel.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import assert_never
+
+import msgspec
+import torch
+
+from laminar.rollout.channel import BlockingChannel, ChannelClosed
+from laminar.rollout.decoder import Decoder
+from laminar.rollout.engine_messages import (
+    PROGRESS_INTERVAL_S,
+    Abort,
+    Add,
+    Begin,
+    Ended,
+    EngineCommand,
+    EngineReady,
+    EngineRefused,
+    EngineRequest,
+    Load,
+    LoadResult,
+    LoadStatus,
+    Pause,
+    Progress,
+    Resume,
+)
+from laminar.rollout.model import build_model
+from laminar.rollout.model_folder import ModelFolderError
+from laminar.rollout.weights import TornLoad, UnfitVersion, WeightLoader
+from laminar.shell.handoff import SlotReused, VersionGone, open_version
+from laminar.shell.transport import PeerLost
+from laminar.wire.codec import num_items
+from laminar.wire.manifest import ManifestError
+
+log = logging.getLogger(__name__)
+
+
+class Engine:
+    """Obeys one agent. Invariant: `_live` names the version whose weights are whole, or is None; without one, and
+    while the weights are replaced, nothing is generated."""
+
+    def __init__(self, channel: BlockingChannel[EngineCommand], decoder: Decoder, loader: WeightLoader) -> None:
+        self._channel, self._decoder, self._loader = channel, decoder, loader
+        self._live: int | None = None
+        self._paused = False
+        self._told_s = 0.0
+
+    def run(self) -> None:
+        """Until the agent closes the channel (ChannelClosed)."""
+        while True:
+            busy = self._decoder.busy and not self._paused
+            command = self._channel.receive_ready() if busy else self._channel.receive()
+            while command is not None:
+                self._obey(command)
+                command = self._channel.receive_ready()
+            if self._decoder.busy and not self._paused:
+                self._decoder.step()
+            self._tell(whole=False)
+
+    def _obey(self, command: EngineCommand) -> None:
+        match command:
+            case Load():
+                self._channel.send(self._load(command))
+            case Add(requests=requests):
+                self._add(requests)
+            case Abort(keys=keys):
+                self._decoder.abort(keys)
+                self._tell(whole=True)
+            case Pause():
+                self._paused = True
+                self._tell(whole=True)
+            case Resume():
+                self._paused = False
+            case Begin():
+                raise AssertionError("Begin comes once")
+            case _:
+                assert_never(command)
+
+    def _add(self, requests: list[EngineRequest]) -> None:
+        if self._live is not None:
+            for request in requests:
+                self._decoder.add(request)
+            return
+        ended = [
+            Ended(key=request.key, length=num_items(request.response), reason="error", detail="no weights are loaded")
+            for request in requests
+        ]
+        self._channel.send(Progress(ended=ended, load=self._decoder.load))
+
+    def _tell(self, *, whole: bool) -> None:
+        """Sends what ended at once; the rest every `PROGRESS_INTERVAL_S`, or now if `whole`."""
+        blocks, ended = self._decoder.take_ended()
+        now_s = time.monotonic()
+        due = self._decoder.busy and now_s - self._told_s >= PROGRESS_INTERVAL_S
+        if whole or due:
+            blocks += self._decoder.take_pending()
+        if whole or due or ended:
+            self._told_s = now_s
+            self._channel.send(Progress(blocks=blocks, ended=ended, load=self._decoder.load, paused=self._paused))
+
+    def _load(self, command: Load) -> LoadResult:
+        begin_s = time.monotonic()
+        if self._decoder.busy:
+            return _failed(command, LoadStatus.REFUSED, "requests are running")
+        try:
+            with open_version(
+                command.handoff, command.token, command.job_uid, command.version, command.deadline_s
+            ) as source:
+                digest = source.manifest.digest
+                if command.digest not in ("", digest):
+                    detail = f"the relay holds digest {digest}, the pool knows {command.digest}"
+                    return _failed(command, LoadStatus.REFUSED, detail)
+                copy_begin_s = time.monotonic()
+                weights_bytes = self._loader.load(source.manifest.tensors, source)
+        except (VersionGone, PeerLost, SlotReused, OSError) as error:
+            return _failed(command, LoadStatus.UNAVAILABLE, str(error))
+        except (UnfitVersion, ManifestError) as error:
+            return _failed(command, LoadStatus.REFUSED, str(error))
+        except TornLoad as error:
+            self._live = None
+            return _failed(command, LoadStatus.STALE, str(error))
+        self._live = command.version
+        now_s = time.monotonic()
+        return LoadResult(
+            version=command.version, status=LoadStatus.LOADED, digest=digest, load_s=now_s - begin_s,
+            copy_s=now_s - copy_begin_s, weights_bytes=weights_bytes,
+        )  # fmt: skip
+
+
+def _failed(command: Load, status: LoadStatus, detail: str) -> LoadResult:
+    return LoadResult(version=command.version, status=status, detail=detail)
+
+
+def serve(descriptor: int, started_s: float) -> int:
+    """Builds what Begin names and obeys; returns the exit code. A model that cannot be served is exit code 2."""
+    # Two threads are far slower than one for models that fit this engine, and the machine has other processes.
+    torch.set_num_threads(1)
+    decoder: msgspec.msgpack.Decoder[EngineCommand] = msgspec.msgpack.Decoder(EngineCommand)
+    channel = BlockingChannel[EngineCommand].inherited(descriptor, decoder)
+    try:
+        begin = channel.receive()
+        assert isinstance(begin, Begin), begin
+        try:
+            served = build_model(Path(begin.model_folder), slots=begin.max_running, max_length=begin.max_length)
+        except ModelFolderError as error:
+            channel.send(EngineRefused(detail=str(error)))
+            return 2
+        batch = Decoder(served.model, served.cache, served.eos_ids, served.vocabulary)
+        channel.send(
+            EngineReady(
+                kv_capacity_tokens=batch.load.kv_capacity_tokens,
+                max_length=served.cache.shape.max_length,
+                start_s=time.monotonic() - started_s,
+            )
+        )
+        Engine(channel, batch, WeightLoader(served.model)).run()
+    except ChannelClosed:
+        log.info("the agent is gone")
+    return 0

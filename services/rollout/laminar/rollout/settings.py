@@ -1,0 +1,57 @@
+"""Settings of a rollout's agent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from laminar.rollout.model_folder import eos_ids, local_folder, tokenizer_path
+from laminar.rollout.rewards import RewardRule, rule_of
+from laminar.shell.settings import Common, env_int, env_path
+from laminar.wire.spec import JobSpec, RewardType
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSettings:
+    """What this replica is, and what of the job it needs."""
+
+    common: Common
+    index: int
+    handoff: Path
+    """Unix socket of its machine's relay."""
+    model_folder: Path
+    max_running: int
+    max_length: int
+    """Prompt and response, in tokens."""
+    temperature: float
+    """The job's; a grant names its own."""
+    rules: tuple[RewardRule, ...]
+
+    @classmethod
+    def from_env(cls, common: Common) -> RolloutSettings:
+        """Raises SettingsError, or ModelFolderError for a model source that is no folder."""
+        spec: JobSpec = common.load_job().spec
+        return cls(
+            common=common,
+            index=env_int("LAMINAR_INDEX"),
+            handoff=env_path("LAMINAR_HANDOFF"),
+            model_folder=local_folder(spec.model.source),
+            max_running=spec.rollout.engine.max_running,
+            max_length=spec.data.max_prompt_tokens + spec.sampling.max_response_tokens,
+            temperature=spec.sampling.temperature,
+            rules=tuple(rule_of(reward) for reward in spec.rewards),
+        )
+
+    @property
+    def num_graders(self) -> int:
+        """A second worker goes on while a reward hangs in the first; comparing text cannot hang."""
+        quick = all(rule.type is RewardType.EXACT and not rule.regex for rule in self.rules)
+        return 1 if quick else 2
+
+    @property
+    def tokenizer(self) -> Path:
+        return tokenizer_path(self.model_folder)
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        return eos_ids(self.model_folder)

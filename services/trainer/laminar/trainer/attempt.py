@@ -1,0 +1,178 @@
+"""One attempt as its loop sees it: the same calls on every rank; only rank 0 speaks for the group.
+
+    restore, begin -> publish -> (take -> slice -> train -> commit -> publish -> checkpoint)* -> finish
+
+A call that all ranks must make together says so; what rank 0 decides is broadcast.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from laminar.shell.logs import fields
+from laminar.trainer import checkpoint_folder
+from laminar.trainer.books import Books
+from laminar.trainer.checkpoint import Checkpointer, Choice, choose, restore
+from laminar.trainer.export import write_model
+from laminar.trainer.failures import InputFailure
+from laminar.trainer.learner import Learner
+from laminar.trainer.model_folder import ModelFolder
+from laminar.trainer.policy import WIRE_DTYPES, WIRE_NAMES, full_tensor
+from laminar.trainer.publish import Publisher, Sender
+from laminar.trainer.settings import TrainerSettings
+from laminar.wire.dataplane import BatchSlice
+from laminar.wire.manifest import TensorEntry, layout
+from laminar.wire.messages import TakeReply, TakeStatus
+
+log = logging.getLogger(__name__)
+
+
+class Attempt:
+    """Owns the group's ties: books, publisher (rank 0), checkpointer. `close` at the end."""
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        learner: Learner,
+        folder: ModelFolder,
+        keep: int,
+        stop_asked: Callable[[], bool],
+    ) -> None:
+        self._settings = settings
+        self._learner = learner
+        self._folder = folder
+        self._stop_asked = stop_asked
+        self._ranks = learner.policy.ranks
+        self._books = Books(settings, f"rank-{self._ranks.rank}")
+        self._checkpointer = Checkpointer(
+            settings.checkpoints, settings.attempt, keep, self._ranks, lambda: Books(settings, "checkpoint")
+        )
+        self._entries = _wire_layout(learner, folder)
+        self._publisher: Publisher | None = None
+        self._checkpointed_step = -1
+        self.times_s: dict[str, float] = {"wait_s": 0.0, "stall_s": 0.0, "handover_wait_s": 0.0, "checkpoint_s": 0.0}
+        """Of the time since the last commit: waiting for a batch, copying weights out, waiting until the master has
+        the version before, copying a checkpoint."""
+
+    def restore(self) -> int:
+        """Collective. Loads the checkpoint that the pool names (or an older kept one if that is damaged) and begins
+        the attempt there. Returns the restored step; 0: from the model. Raises InputFailure."""
+        choice = self._ranks.broadcast(self._choose() if self._ranks.is_first else None)
+        step = 0
+        if choice.checkpoint is not None:
+            folder = self._settings.checkpoints / choice.checkpoint.path
+            step = restore(self._learner, folder)
+            if step != choice.checkpoint.step:
+                raise InputFailure(f"The checkpoint {folder} is of step {step}, not {choice.checkpoint.step}.")
+            self._checkpointed_step = step
+        if self._ranks.is_first:
+            begun = self._books.begin(step)
+            log.info(
+                "attempt begins",
+                extra=fields(attempt=self._settings.attempt, restored_step=step, damaged=choice.num_damaged),
+            )
+            self._publisher = Publisher(
+                lambda: Books(self._settings, "publisher"),
+                Sender(self._settings.common.job_uid, self._settings.common.token, self._settings.attempt),
+                self._entries,
+                begun.restored_version,
+            )
+        return step
+
+    def take(self, step: int) -> TakeStatus:
+        """Collective. Waits for batch `step`; BATCH, STOP or DONE."""
+        started_s = time.monotonic()
+        while True:
+            status = TakeStatus(self._ranks.broadcast(self._ask(step).status.value if self._ranks.is_first else None))
+            if status is not TakeStatus.WAIT:
+                self.times_s["wait_s"] += time.monotonic() - started_s
+                return status
+
+    def slice(self, step: int) -> BatchSlice:
+        """This rank's whole groups of batch `step`."""
+        return self._books.slice(step, self._ranks.rank, self._ranks.size)
+
+    def commit(self, step: int, stats: dict[str, float]) -> None:
+        """Marks the batch consumed; the statistics are rank 0's, over all ranks."""
+        if self._ranks.is_first:
+            self._books.commit(step, stats | self.times_s)
+            log.info("step", extra=fields(step=step, **stats, **self.times_s))
+        self.times_s = dict.fromkeys(self.times_s, 0.0)
+
+    def publish(self, step: int) -> None:
+        """Collective. Hands the weights of `step` to the publisher and goes on."""
+        buffer = None
+        if self._publisher is not None:
+            started_s = time.monotonic()
+            buffer = self._publisher.buffer()
+            self.times_s["handover_wait_s"] += time.monotonic() - started_s
+        started_s = time.monotonic()
+        self._copy_weights(buffer)
+        if self._publisher is not None:
+            assert buffer is not None
+            self._publisher.submit(step, buffer)
+        self.times_s["stall_s"] += time.monotonic() - started_s
+
+    def checkpoint(self, step: int) -> None:
+        """Collective. Saves the committed step, unless it is saved already."""
+        if step != self._checkpointed_step:
+            self.times_s["checkpoint_s"] += self._checkpointer.save(self._learner, step)
+            self._checkpointed_step = step
+
+    def finish(self, step: int, *, done: bool) -> None:
+        """Collective. The last checkpoint; after the job's last step also the model folder and a visible version."""
+        if step > 0:
+            self.checkpoint(step)
+        self._checkpointer.finish()
+        self._checkpointer.check()
+        if done:
+            if self._settings.model_out is not None:
+                self._write_model(self._settings.model_out)
+            if self._publisher is not None:
+                self._publisher.wait_visible()
+
+    def close(self) -> None:
+        """After an orderly end. Raises what ended the publisher's thread."""
+        if self._publisher is not None:
+            self._publisher.close()
+
+    def _choose(self) -> Choice:
+        checkpoint_folder.remove_unfinished(self._settings.checkpoints)
+        return choose(self._settings.checkpoints, self._books.resume(self._settings.restore_step))
+
+    def _ask(self, step: int) -> TakeReply:
+        """Rank 0: what to do next."""
+        assert self._publisher is not None, "restore first"
+        self._publisher.check()
+        self._checkpointer.check()
+        return TakeReply(status=TakeStatus.STOP) if self._stop_asked() else self._books.take(step)
+
+    def _copy_weights(self, buffer: bytearray | None) -> None:
+        """All ranks gather each tensor; rank 0 casts it into its place in the buffer."""
+        target = None if buffer is None else torch.frombuffer(buffer, dtype=torch.uint8)
+        for (_, tensor), entry in zip(self._learner.policy.named_tensors(), self._entries, strict=True):
+            whole = full_tensor(tensor)
+            if target is not None:
+                place = target[entry.offset : entry.offset + entry.nbytes].view(_wire_dtype(whole, self._folder))
+                place.view(whole.shape).copy_(whole)
+
+    def _write_model(self, out: Path) -> None:
+        tensors = {name: full_tensor(tensor) for name, tensor in self._learner.policy.named_tensors()}
+        if self._ranks.is_first:
+            write_model(out, self._folder, tensors)
+            log.info("model written", extra=fields(folder=out))
+
+
+def _wire_dtype(tensor: Tensor, folder: ModelFolder) -> torch.dtype:
+    return WIRE_DTYPES[folder.wire_dtype] if tensor.is_floating_point() else tensor.dtype
+
+
+def _wire_layout(learner: Learner, folder: ModelFolder) -> list[TensorEntry]:
+    tensors = learner.policy.named_tensors()
+    return layout((name, WIRE_NAMES[_wire_dtype(tensor, folder)], tuple(tensor.shape)) for name, tensor in tensors)

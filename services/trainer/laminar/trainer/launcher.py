@@ -1,0 +1,39 @@
+"""The torchrun command of one attempt on this machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from laminar.shell.process import child_environment
+from laminar.trainer.rank import AGENT_PID
+from laminar.trainer.settings import TrainerSettings
+
+RANK_MODULE = "laminar.trainer.rank"
+
+
+def command(settings: TrainerSettings, num_ranks: int) -> list[str]:
+    """The launcher dies with its parent; the group restarts as a whole, by the driver: torchrun never restarts a rank.
+
+    Port 0: the rendezvous and the ranks' store take free ports, so that two jobs on one machine never meet.
+    """
+    return [
+        sys.executable, "-m", "laminar.shell.process",
+        sys.executable, "-m", "torch.distributed.run",
+        "--max-restarts=0",
+        "--nnodes=1",
+        f"--nproc-per-node={num_ranks}",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=127.0.0.1:0",
+        f"--rdzv-id={settings.common.job_uid}-{settings.attempt}",
+        "--local-addr=127.0.0.1",
+        "-m", RANK_MODULE,
+    ]  # fmt: skip
+
+
+def environment() -> dict[str, str]:
+    """One thread a rank: on busy cores more threads are far slower. The ranks of one machine talk over loopback,
+    which needs no resolvable host name."""
+    defaults = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    chosen = {name: os.environ.get(name, value) for name, value in defaults.items()}
+    return child_environment(**chosen, **{AGENT_PID: str(os.getpid())})

@@ -1,0 +1,545 @@
+"""The pool as a real process over HTTP: scripted replicas, relays and a trainer, with and without kills."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from laminar.shell.audit import AuditReport, read_audit
+from laminar.shell.blocking import BlockingClient
+from laminar.shell.calls import Conflict, Superseded
+from laminar.shell.ledger_file import FILE_NAME, open_ledger, read_evaluations, read_samples, read_steps
+from laminar.shell.settings import Common
+from laminar.wire.codec import decode, pack_logprobs, pack_tokens
+from laminar.wire.dataplane import (
+    AppendItem,
+    BatchSlice,
+    Command,
+    CommandKind,
+    FinishItem,
+    GradeItem,
+    LeaseCall,
+    LeaseKind,
+    LeaseReply,
+    ProgressCall,
+    ProgressReply,
+    SampleGrant,
+    Verdict,
+)
+from laminar.wire.messages import (
+    Ack,
+    BeginAttempt,
+    BeginAttemptReply,
+    ChainEpoch,
+    ChainMember,
+    CheckpointDurable,
+    CheckpointDurableReply,
+    CheckpointInfo,
+    CommitStep,
+    Fence,
+    Heartbeat,
+    HeartbeatReply,
+    JobStatus,
+    MemberState,
+    PublicationView,
+    Register,
+    Registered,
+    ReservedVersion,
+    ReserveVersion,
+    ResumePoint,
+    Role,
+    StopRequest,
+    Take,
+    TakeReply,
+    TakeStatus,
+    VersionComplete,
+)
+
+MODEL = Path(__file__).parents[1] / "data" / "grpo_reference" / "reference_model"
+TOKEN, UID = "secret", "uid-1"
+STEPS, PROMPTS, SAMPLES = 3, 2, 2
+
+
+class PoolProcess:
+    """The pool with an inherited listening socket, as the driver starts it: callers queue while it restarts."""
+
+    def __init__(self, root: Path, spec: dict | None = None, store: Path | None = None) -> None:
+        self.root, self.store = root, store or root / "store"
+        self.sock = socket.socket()
+        self.sock.bind(("127.0.0.1", 0))
+        self.sock.listen(128)
+        self.address = f"127.0.0.1:{self.sock.getsockname()[1]}"
+        self.life = 0
+        self.clients: list[BlockingClient] = []
+        self.process: subprocess.Popen[bytes] | None = None
+        rows = [{"prompt": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(20)]
+        (root / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (root / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
+        (root / "job.json").write_text(json.dumps(job(root) | {"spec": job(root)["spec"] | (spec or {})}))
+
+    def start(self) -> None:
+        self.life += 1
+        common = Common(
+            job="toy", job_uid=UID, token=TOKEN, spec_path=self.root / "job.json", generation=1,
+            pool_url=f"http://{self.address}", slot="pool-0", life=self.life, listen=f"fd:{self.sock.fileno()}",
+            dir=self.root,
+        )  # fmt: skip
+        env = os.environ | common.to_env() | {"LAMINAR_STORE": str(self.store), "OMP_NUM_THREADS": "1"}
+        with (self.root / "pool.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "laminar.pool"], env=env, stderr=log, pass_fds=[self.sock.fileno()]
+            )
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def terminate(self) -> int:
+        assert self.process is not None
+        self.process.terminate()
+        return self.process.wait(timeout=20)
+
+    def client(self, name: str) -> BlockingClient:
+        self.clients.append(BlockingClient(f"http://{self.address}", TOKEN, UID, 1, name))
+        return self.clients[-1]
+
+    def close(self) -> None:
+        self.kill()
+        for client in self.clients:
+            client.close()
+        self.sock.close()
+
+    def audit(self) -> AuditReport:
+        return read_audit(self.store)
+
+
+def job(root: Path) -> dict:
+    return {
+        "metadata": {"name": "toy"},
+        "spec": {
+            "steps": STEPS,
+            "model": {"source": f"file:{MODEL}"},
+            "data": {"train": {"source": f"file:{root}/data.jsonl"}},
+            "evaluations": [{"name": "heldout", "source": f"file:{root}/eval.jsonl"}],
+            "rewards": [{"name": "right", "type": "exact"}],
+            "algorithm": {"promptsPerStep": PROMPTS, "samplesPerPrompt": SAMPLES},
+            "trainer": {"checkpoint": {"everySteps": 1, "keep": 2}},
+            "rollout": {"replicas": 2, "engine": {"type": "torch", "maxRunning": 8}},
+        },
+    }
+
+
+class Actors:
+    """Two replicas, one relay and a trainer, played in turns by one thread. `before` is called before each call."""
+
+    def __init__(self, pool: PoolProcess, before: Callable[[], None] = lambda: None) -> None:
+        self.client, self.before = pool.client("actors"), before
+        self.incarnations: dict[str, int] = {}
+        self.versions: dict[str, int | None] = {}
+        self.attempt, self.version, self.nonces = 0, 0, 0
+
+    def post(self, path: str, body, reply):
+        self.before()
+        return self.client.post_json(f"/v1{path}", body, reply, 15.0, deadline_s=60.0)
+
+    def pack(self, path: str, body, reply):
+        self.before()
+        return self.client.post_msgpack(f"/v1{path}", body, reply, 15.0, deadline_s=60.0)
+
+    def get(self, path: str, reply, **params):
+        self.before()
+        return self.client.get_json(f"/v1{path}", reply, 15.0, deadline_s=60.0, params=params)
+
+    def status(self) -> JobStatus:
+        return self.get("/status", JobStatus)
+
+    def join(self, slot: str, role: Role = Role.ROLLOUT, **more) -> int:
+        self.nonces += 1
+        index = int(slot.rpartition("-")[2])
+        call = Register(slot=slot, role=role, index=index, life=1, nonce=f"{slot}/{self.nonces}", **more)
+        self.incarnations[slot] = self.post("/register", call, Registered).incarnation
+        self.versions[slot] = None
+        return self.incarnations[slot]
+
+    def beat(self, slot: str) -> HeartbeatReply:
+        beat = Heartbeat(slot=slot, incarnation=self.incarnations[slot], state=MemberState.RUNNING)
+        return self.post("/heartbeat", beat, HeartbeatReply)
+
+    def lease(self, slot: str, wait_s: float = 0.0) -> LeaseReply:
+        call = LeaseCall(
+            slot=slot, incarnation=self.incarnations[slot], version=self.versions[slot], max_running=8, wait_s=wait_s
+        )
+        reply = self.pack("/lease", call, LeaseReply)
+        if reply.kind is LeaseKind.REFRESH:
+            self.versions[slot] = reply.version
+            return self.lease(slot, wait_s)
+        return reply
+
+    def say(self, slot: str, incarnation: int | None = None, **items) -> ProgressReply:
+        incarnation = self.incarnations[slot] if incarnation is None else incarnation
+        return self.pack("/progress", ProgressCall(slot=slot, incarnation=incarnation, **items), ProgressReply)
+
+    def generate(self, slot: str) -> int:
+        """One lease to its end: streamed in two halves, finished, graded. Returns the number of samples."""
+        reply = self.lease(slot)
+        samples = [sample for group in reply.groups for sample in group.samples]
+        for half in (0, 1):
+            self.say(slot, appends=[append(s, half) for s in samples if not s.finish_reason])
+        finishes = [FinishItem(id=s.id, term=s.term, length=len(response(s)), reason="stop") for s in samples]
+        self.say(slot, finishes=finishes)
+        self.say(slot, grades=[grade(s) for s in samples])
+        return len(samples)
+
+    def chain(self, epoch: int = 1) -> None:
+        body = ChainEpoch(epoch=epoch, members=[ChainMember(slot="relay-0", address="127.0.0.1:9")])
+        self.post("/epoch", body, Ack)
+
+    def begin(self, attempt: int, restored_step: int = 0) -> BeginAttemptReply:
+        self.attempt = attempt
+        reply = self.post(
+            "/trainer/begin", BeginAttempt(attempt=attempt, restored_step=restored_step), BeginAttemptReply
+        )
+        self.publish(restored_step, reply.restored_version)
+        return reply
+
+    def publish(self, step: int, parent: int | None) -> None:
+        body = ReserveVersion(attempt=self.attempt, step=step, parent=parent)
+        self.version = self.post("/trainer/reserve", body, ReservedVersion).version
+        complete = VersionComplete(
+            slot="relay-0", incarnation=self.incarnations["relay-0"], epoch=1, version=self.version, digest=f"d{step}"
+        )
+        self.post("/relay/complete", complete, Ack)
+        view = self.get(f"/trainer/publication/{self.version}", PublicationView, attempt=self.attempt, wait_s=5)
+        assert view.visible
+
+    def take(self, step: int, attempt: int | None = None) -> TakeReply:
+        return self.post("/trainer/take", Take(attempt=attempt or self.attempt, step=step, wait_s=0.0), TakeReply)
+
+    def batch(self, step: int) -> list[str]:
+        self.before()
+        params = {"attempt": self.attempt, "step": step, "rank": 0, "world": 1}
+        slice_ = self.client.get_msgpack("/v1/trainer/slice", BatchSlice, deadline_s=60.0, params=params)
+        for group in slice_.groups:
+            for sample in group.samples:
+                assert sample.tokens == pack_tokens(response_of(sample.id)), "the stored response is what was sent"
+        return [sample.id for group in slice_.groups for sample in group.samples]
+
+    def commit(self, step: int) -> None:
+        self.post("/trainer/commit", CommitStep(attempt=self.attempt, step=step, stats={"loss": 0.5}), Ack)
+
+    def checkpoint(self, step: int) -> CheckpointDurableReply:
+        info = CheckpointInfo(step=step, attempt=self.attempt, path=f"step-{step}-attempt-{self.attempt}")
+        return self.post(
+            "/trainer/checkpoint", CheckpointDurable(attempt=self.attempt, checkpoint=info), CheckpointDurableReply
+        )
+
+    def start(self) -> None:
+        self.join("relay-0", Role.RELAY)
+        self.chain()
+        self.join("rollout-0")
+        self.join("rollout-1")
+        self.begin(1)
+
+    def train(self, last: int = STEPS) -> dict[int, list[str]]:
+        """Until step `last` is committed, published and saved. Returns the sample ids of each batch."""
+        batches: dict[int, list[str]] = {}
+        deadline_s = time.monotonic() + 60
+        step = self.status().committed_step + 1
+        while step <= last:
+            assert time.monotonic() < deadline_s, self.status()
+            if self.take(step).status is not TakeStatus.BATCH:
+                self.generate("rollout-0")
+                self.generate("rollout-1")
+                continue
+            batches[step] = self.batch(step)
+            self.commit(step)
+            self.publish(step, self.version)
+            self.checkpoint(step)
+            step += 1
+        return batches
+
+    def finish(self) -> JobStatus:
+        deadline_s = time.monotonic() + 60
+        while (status := self.status()).phase != "complete":
+            assert time.monotonic() < deadline_s, status
+            self.generate("rollout-0")
+            self.generate("rollout-1")
+        return status
+
+
+def response_of(id_: str) -> list[int]:
+    return [random.Random(id_).randrange(200) for _ in range(6)]
+
+
+def response(sample: SampleGrant) -> list[int]:
+    return response_of(sample.id)
+
+
+def append(sample: SampleGrant, half: int) -> AppendItem:
+    """The first call sends the first three tokens, the second all of them: an overlap."""
+    tokens = response(sample)[: 3 + 3 * half]
+    return AppendItem(
+        id=sample.id,
+        term=sample.term,
+        offset=0,
+        tokens=pack_tokens(tokens),
+        logprobs=pack_logprobs([-1.0] * len(tokens)),
+    )
+
+
+def grade(sample: SampleGrant) -> GradeItem:
+    return GradeItem(id=sample.id, term=sample.term, status="ok", reward=float(sample.index % 2))
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[PoolProcess]:
+    process = PoolProcess(tmp_path)
+    process.start()
+    yield process
+    process.close()
+
+
+def until(condition: Callable[[], bool], limit_s: float = 15.0) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "the condition never came true"
+        time.sleep(0.05)
+
+
+def test_a_job_of_three_steps_ends_complete_and_its_audit_is_clean(pool: PoolProcess) -> None:
+    actors = Actors(pool)
+    actors.start()
+    assert actors.status().phase == "evaluatingFirst"
+    assert actors.take(1).status is TakeStatus.WAIT, "training waits for the first evaluation"
+    batches = actors.train()
+    status = actors.finish()
+    assert sorted(batches) == [1, 2, 3]
+    assert status.committed_step == STEPS
+    assert [(row.point, row.mode) for row in status.evaluations] == [
+        ("first", "greedy"), ("first", "sampled"), ("last", "greedy"), ("last", "sampled"),
+    ]  # fmt: skip
+    assert sum(status.consumed.counts.values()) == status.counts.consumed == STEPS * PROMPTS * SAMPLES
+    assert actors.lease("rollout-0").kind is LeaseKind.END
+    assert actors.take(4).status is TakeStatus.DONE
+    report = pool.audit()  # beside the running pool
+    assert report.violations == []
+    assert report.open == 0
+    assert pool.terminate() == 0
+    assert pool.audit() == report  # and after its death
+    assert {file.name for file in pool.store.iterdir()} == {FILE_NAME, "ledger.lock"}, "reading made no file"
+    with open_ledger(pool.store) as db:
+        assert [row.step for row in read_steps(db)] == [1, 2, 3]
+        assert len(read_evaluations(db)) == 4
+        kept = [sample for sample in read_samples(db, step=1, with_tokens=True)]
+        assert all(sample.tokens == pack_tokens(response_of(sample.id)) for sample in kept)
+        assert {sample.slot for sample in kept} <= {"rollout-0", "rollout-1"}
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_kill_9_of_the_pool_at_any_call_loses_nothing(pool: PoolProcess, seed: int) -> None:
+    rng = random.Random(seed)
+    calls, at = 0, {rng.randrange(5, 60) for _ in range(4)}
+    killers: list[threading.Thread] = []
+
+    def kill_and_restart(delay_s: float) -> None:
+        time.sleep(delay_s)
+        pool.kill()
+        pool.start()
+
+    def maybe_kill() -> None:
+        nonlocal calls
+        calls += 1
+        if calls in at:
+            for thread in killers:
+                thread.join()
+            killers.append(threading.Thread(target=kill_and_restart, args=(rng.uniform(0, 0.02),)))
+            killers[-1].start()
+
+    actors = Actors(pool, maybe_kill)
+    actors.start()
+    actors.train()
+    status = actors.finish()
+    for thread in killers:
+        thread.join()
+    assert pool.life > 1, "it was killed at least once"
+    assert status.counts.consumed == STEPS * PROMPTS * SAMPLES
+    assert pool.audit().violations == []
+
+
+def test_a_suspect_replicas_samples_move_and_its_old_terms_are_refused(pool: PoolProcess) -> None:
+    actors = Actors(pool)
+    actors.start()
+    while actors.status().phase == "evaluatingFirst":
+        actors.generate("rollout-0")
+    stream = CommandStream(pool, actors, "rollout-1")
+    lost = [sample for group in actors.lease("rollout-0").groups for sample in group.samples]
+    own = [sample for group in actors.lease("rollout-1").groups for sample in group.samples]
+    assert lost and own
+    actors.say("rollout-0", appends=[append(sample, 0) for sample in lost])
+    CommandStream(pool, actors, "rollout-0").close()  # the agent has died
+    until(lambda: actors.status().counts.moved_samples == len(lost))
+    adopted = stream.read_adopted()
+    assert {sample.id: sample.tokens for sample in adopted} == {
+        sample.id: pack_tokens(response(sample)[:3]) for sample in lost
+    }, "they go on from what was durable"
+    late = actors.say("rollout-0", appends=[append(sample, 1) for sample in lost])
+    assert {item.verdict for item in late.appends} == {Verdict.SUPERSEDED}
+    old = actors.incarnations["rollout-0"]
+    actors.join("rollout-0")
+    with pytest.raises(Superseded):
+        actors.say("rollout-0", incarnation=old)
+    stream.close()
+
+
+def test_a_silent_replica_is_suspect_after_three_seconds_and_one_that_beats_is_not(pool: PoolProcess) -> None:
+    actors = Actors(pool)
+    actors.start()
+    until(lambda: (actors.beat("rollout-1"), suspects(actors) >= {"rollout-0"})[1], 6.0)
+    assert "rollout-1" not in suspects(actors)
+    actors.beat("rollout-0")
+    assert "rollout-0" not in suspects(actors), "its next message ends the suspicion"
+    pool.kill()
+    pool.start()
+    assert "rollout-1" not in suspects(actors), "a restarted pool grants everybody a full silent period"
+    fence = Fence(slot="rollout-1", incarnation=actors.incarnations["rollout-1"], reason="test")
+    actors.post("/fence", fence, Ack)
+    with pytest.raises(Superseded):
+        actors.beat("rollout-1")
+
+
+def suspects(actors: Actors) -> set[str]:
+    return {member.slot for member in actors.status().members if member.suspect}
+
+
+def test_a_new_attempt_gets_the_same_batches_again_and_the_old_one_is_refused(pool: PoolProcess) -> None:
+    actors = Actors(pool)
+    actors.start()
+    first = actors.train(last=2)
+    assert [row.step for row in actors.get("/trainer/resume", ResumePoint).kept] == [1, 2]
+    point = actors.get("/trainer/resume", ResumePoint, at_most=1).checkpoint
+    assert point is not None and point.step == 1
+    reply = actors.begin(2, restored_step=1)
+    assert reply.restored_version == 1
+    with pytest.raises(Conflict) as refused:
+        actors.take(2, attempt=1)
+    assert refused.value.current == 2
+    assert pool.audit().violations == [], "in the middle of a rolled-back step too"
+    assert actors.take(2).status is TakeStatus.BATCH
+    assert actors.batch(2) == first[2]
+    actors.commit(2)
+    actors.commit(2)  # a repeated call is answered as the first
+    removable = actors.checkpoint(2).removable
+    assert [info.path for info in removable] == ["step-2-attempt-1"]
+    actors.publish(2, actors.version)
+    actors.train()
+    actors.finish()
+    assert pool.audit().violations == []
+
+
+def test_a_stop_is_answered_with_stop_once_and_the_job_is_stopped_when_it_is_saved(pool: PoolProcess) -> None:
+    actors = Actors(pool)
+    actors.start()
+    actors.train(last=1)
+    while actors.take(2).status is not TakeStatus.BATCH:
+        actors.generate("rollout-0")
+    actors.post("/stop", StopRequest(reason="test"), Ack)
+    assert actors.status().phase == "training", "step 2 is under way"
+    actors.commit(2)
+    assert actors.take(3).status is TakeStatus.STOP
+    actors.checkpoint(2)
+    assert actors.status().phase == "stopped"
+
+
+@pytest.mark.root
+def test_a_full_disk_makes_callers_wait_and_loses_nothing(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], check=False).returncode:
+        pytest.skip("this host does not allow to mount a tmpfs")
+    process = PoolProcess(tmp_path, store=disk / "store")
+    try:
+        process.start()
+        actors = Actors(process)
+        actors.start()
+        actors.train(last=1)
+        ballast = disk / "ballast"
+        with ballast.open("wb") as file, pytest.raises(OSError):
+            while True:
+                file.write(b"x" * 4096)
+                file.flush()
+        done = threading.Event()
+        worker = threading.Thread(target=lambda: (Actors.train(actors), actors.finish(), done.set()))
+        worker.start()
+        watcher = Actors(process)
+        until(lambda: "DiskFull" in watcher.status().conditions)
+        assert not done.is_set()
+        assert "DiskFull" in readiness(process)
+        ballast.unlink()
+        worker.join(60)
+        assert done.is_set()
+        assert watcher.status().conditions == {}
+        assert process.audit().violations == []
+    finally:
+        process.close()
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def readiness(process: PoolProcess) -> str:
+    connection = http.client.HTTPConnection(process.address, timeout=5)
+    connection.request("GET", "/readyz")
+    text = connection.getresponse().read().decode()
+    connection.close()
+    return text
+
+
+class CommandStream:
+    """An open command connection whose HELLO has been read."""
+
+    def __init__(self, pool: PoolProcess, actors: Actors, slot: str) -> None:
+        self.connection = http.client.HTTPConnection(pool.address, timeout=15)
+        headers = {"authorization": f"Bearer {TOKEN}", "laminar-job": UID}
+        self.connection.request("GET", f"/v1/commands/{slot}?incarnation={actors.incarnations[slot]}", headers=headers)
+        self.answer = self.connection.getresponse()
+        assert self.read().kind is CommandKind.HELLO
+
+    def read(self) -> Command:
+        return decode(self.answer.read(int.from_bytes(self.answer.read(4), "little")), Command)
+
+    def read_adopted(self) -> list[SampleGrant]:
+        deadline_s = time.monotonic() + 10
+        while (command := self.read()).kind is not CommandKind.ADOPT:
+            assert time.monotonic() < deadline_s
+        return [sample for group in command.groups for sample in group.samples]
+
+    def close(self) -> None:
+        self.answer.close()
+        self.connection.close()
+
+
+def test_sigterm_ends_the_pool_with_0_and_moves_nothing(pool: PoolProcess) -> None:
+    actors = Actors(pool)
+    actors.start()
+    while actors.status().phase == "evaluatingFirst":
+        actors.generate("rollout-0")
+    stream = CommandStream(pool, actors, "rollout-0")
+    held = [sample for group in actors.lease("rollout-0").groups for sample in group.samples]
+    assert pool.process is not None
+    pool.process.send_signal(signal.SIGTERM)
+    assert pool.process.wait(timeout=20) == 0
+    stream.close()
+    pool.start()
+    again = actors.lease("rollout-0")
+    assert [(s.id, s.term) for group in again.groups for s in group.samples] == [(s.id, s.term) for s in held]

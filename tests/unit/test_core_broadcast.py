@@ -1,0 +1,55 @@
+"""The pipeline's formulas."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from laminar.core.broadcast import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, best_num_chunks, best_s, chunk_bytes, pipeline_s
+
+nodes = st.integers(2, 200)
+sizes = st.integers(1, 200 << 30)
+byte_times = st.floats(1e-11, 1e-6)
+message_times = st.floats(1e-6, 0.1)
+
+
+def test_two_nodes_need_one_chunk_up_to_the_limit() -> None:
+    assert best_num_chunks(2, 10 << 20, 1e-9, 5e-3) == 1
+    assert chunk_bytes(2, 10 << 20, 1e-9, 5e-3) == 10 << 20
+    assert chunk_bytes(2, 10 << 30, 1e-9, 5e-3) == MAX_CHUNK_BYTES
+
+
+def test_small_weights_go_in_one_chunk() -> None:
+    assert chunk_bytes(16, 1000, 1e-9, 5e-3) == MIN_CHUNK_BYTES
+
+
+def test_the_worked_example_of_a_paced_link() -> None:
+    # 64 MiB at 400 MB/s, 5 ms a message, 4 nodes: W T_b = 167.8 ms, T* = 167.8 + 10 + 2 sqrt(2 * 167.8 * 5)
+    assert best_s(4, 64 << 20, 1 / 400e6, 5e-3) == pytest.approx(
+        0.1678 + 0.010 + 2 * math.sqrt(2 * 0.1678 * 0.005), rel=1e-3
+    )
+
+
+@given(nodes, sizes, byte_times, message_times, st.integers(1, 10_000))
+def test_no_number_of_chunks_beats_the_best_time(p: int, size: int, byte_s: float, message_s: float, k: int) -> None:
+    assert pipeline_s(p, size, byte_s, message_s, k) >= best_s(p, size, byte_s, message_s) * (1 - 1e-9)
+
+
+@given(st.integers(3, 200), sizes, byte_times, message_times)
+def test_the_best_number_of_chunks_reaches_the_best_time(p: int, size: int, byte_s: float, message_s: float) -> None:
+    best = best_num_chunks(p, size, byte_s, message_s)
+    if best < 2:
+        return
+    rounded = min(pipeline_s(p, size, byte_s, message_s, k) for k in (math.floor(best), math.ceil(best)))
+    assert rounded <= best_s(p, size, byte_s, message_s) * 1.13  # rounding to whole chunks costs most at 1 to 2 chunks
+
+
+@given(st.integers(1, 200), sizes, byte_times, st.floats(0, 0.1))
+def test_chunks_stay_within_their_limits(p: int, size: int, byte_s: float, message_s: float) -> None:
+    assert MIN_CHUNK_BYTES <= chunk_bytes(p, size, byte_s, message_s) <= MAX_CHUNK_BYTES
+
+
+def test_nonsense_is_named() -> None:
+    with pytest.raises(ValueError, match="num_nodes=0"):
+        best_s(0, 1, 1e-9, 1e-3)

@@ -1,0 +1,113 @@
+"""The membership list of the relay chain and the rule of one upstream."""
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from laminar.core.chain import ChainNode, Place, RelayView, UpstreamVerdict, judge_upstream, plan_chain
+from laminar.core.identity import Epoch, Incarnation, Version
+
+
+def view(index: int, newest: int | None = None, life: int = 1) -> RelayView:
+    held = None if newest is None else Version(newest)
+    return RelayView(f"relay-{index}", Incarnation(life), f"127.0.0.1:{9000 + index}", f"m{index}", held)
+
+
+def node(index: int, life: int = 1) -> ChainNode:
+    return ChainNode(f"relay-{index}", Incarnation(life), f"127.0.0.1:{9000 + index}", f"m{index}")
+
+
+def test_the_first_list_is_in_the_order_of_the_topology() -> None:
+    assert plan_chain((), [view(10), view(2), view(0)]) == (node(0), node(2), node(10))
+
+
+def test_nothing_ready_and_nothing_listed_is_no_change() -> None:
+    assert plan_chain((), []) is None
+
+
+def test_the_same_members_in_any_order_are_no_change() -> None:
+    assert plan_chain((node(1), node(0)), [view(0), view(1)]) is None
+
+
+def test_a_dead_middle_member_is_spliced_out_and_the_order_stays() -> None:
+    assert plan_chain((node(2), node(1), node(0)), [view(0), view(2)]) == (node(2), node(0))
+
+
+def test_a_new_member_joins_at_the_tail_whatever_its_place_in_the_topology() -> None:
+    assert plan_chain((node(3), node(2)), [view(0), view(2), view(3)]) == (node(3), node(2), node(0))
+
+
+def test_a_restarted_member_has_lost_its_memory_and_joins_at_the_tail() -> None:
+    ready = [view(0, 4), view(1, None, life=2), view(2, 4)]
+    assert plan_chain((node(0), node(1), node(2)), ready) == (node(0), node(2), node(1, life=2))
+
+
+def test_the_next_member_that_holds_the_newest_version_takes_a_dead_masters_place() -> None:
+    ready = [view(1, 3), view(2, 4), view(3, 4)]
+    assert plan_chain((node(0), node(1), node(2), node(3)), ready) == (node(2), node(1), node(3))
+
+
+def test_a_master_that_came_back_empty_is_not_master_any_more() -> None:
+    assert plan_chain((node(0), node(1)), [view(0, None, life=2), view(1, 7)]) == (node(1), node(0, life=2))
+
+
+def test_the_next_member_is_promoted_when_nobody_holds_a_version() -> None:
+    assert plan_chain((node(0), node(1), node(2)), [view(1), view(2)]) == (node(1), node(2))
+
+
+def test_a_lone_master_that_came_back_gets_a_new_list() -> None:
+    assert plan_chain((node(0),), [view(0, None, life=2)]) == (node(0, life=2),)
+
+
+@given(st.integers(0, 2**32))
+def test_any_change_keeps_survivors_in_order_and_puts_weights_upstream(seed: int) -> None:
+    rng = random.Random(seed)
+    current: tuple[ChainNode, ...] = ()
+    lives = [1] * 5
+    for _ in range(10):
+        lives = [life + (rng.random() < 0.2) for life in lives]
+        up = [i for i in range(5) if rng.random() < 0.7]
+        ready = [view(i, rng.choice([None, 1, 2]), lives[i]) for i in up]
+        planned = plan_chain(current, ready)
+        chain = list(current if planned is None else planned)
+        assert {(n.slot, n.incarnation) for n in chain} == {(v.slot, v.incarnation) for v in ready}
+        kept = [n for n in current if n in chain]
+        if current and kept and kept[0] == current[0]:
+            assert chain[0] == current[0]
+            assert [n for n in chain if n in kept] == kept
+        elif len(chain) > 0:
+            newest = {v.slot: -1 if v.newest is None else v.newest for v in ready}
+            assert newest[chain[0].slot] == max(newest.values())
+            assert [n for n in chain[1:] if n in kept] == [n for n in kept if n != chain[0]]
+        current = tuple(chain)
+        assert plan_chain(current, ready) is None
+
+
+def place(epoch: int, linked: int | None = None, slot: str = "b") -> Place:
+    return Place(slot, Epoch(epoch), ("a", "b", "c"), None if linked is None else Epoch(linked))
+
+
+def test_the_upstream_that_the_list_names_is_accepted() -> None:
+    assert judge_upstream(place(3), "a", Epoch(3)) is UpstreamVerdict.ACCEPT
+
+
+def test_an_upstream_of_a_lower_epoch_is_refused() -> None:
+    assert judge_upstream(place(3), "a", Epoch(2)) is UpstreamVerdict.LOWER_EPOCH
+
+
+def test_another_member_of_the_same_epoch_is_refused() -> None:
+    assert judge_upstream(place(3), "c", Epoch(3)) is UpstreamVerdict.NOT_UPSTREAM
+
+
+def test_an_upstream_of_a_later_epoch_is_accepted_before_the_list_arrives() -> None:
+    assert judge_upstream(place(3), "c", Epoch(4)) is UpstreamVerdict.ACCEPT
+
+
+def test_once_a_later_upstream_is_linked_the_listed_one_is_refused() -> None:
+    assert judge_upstream(place(3, linked=4), "a", Epoch(3)) is UpstreamVerdict.LOWER_EPOCH
+
+
+def test_a_master_that_accepted_a_later_upstream_is_no_master() -> None:
+    assert place(3, slot="a").is_master
+    assert not place(3, linked=4, slot="a").is_master
