@@ -164,7 +164,7 @@ class StandinPool:
     async def events(self, request: web.Request) -> web.Response:
         after = int(request.query["after"])
         events = [
-            m.Event(seq=seq, wall_s=0, kind="fence", text=text).model_dump(mode="json")
+            m.Event(seq=seq, wall_s=time.time(), kind="fence", text=text).model_dump(mode="json")
             for seq, text in enumerate(self.fences, start=1) if seq > after
         ]  # fmt: skip
         return web.json_response(events)

@@ -476,10 +476,9 @@ def test_a_full_disk_makes_callers_wait_and_loses_nothing(tmp_path: Path) -> Non
         actors.start()
         actors.train(last=1)
         ballast = disk / "ballast"
-        with ballast.open("wb") as file, pytest.raises(OSError):
+        with ballast.open("wb", buffering=0) as file, pytest.raises(OSError):
             while True:
                 file.write(b"x" * 4096)
-                file.flush()
         done = threading.Event()
         worker = threading.Thread(target=lambda: (Actors.train(actors), actors.finish(), done.set()))
         worker.start()

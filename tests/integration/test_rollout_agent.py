@@ -42,7 +42,7 @@ from laminar.wire.dataplane import (
     Verdict,
 )
 from laminar.wire.manifest import layout, make_manifest
-from laminar.wire.messages import ChainEpoch, ChainMember, Heartbeat, MemberState, Register
+from laminar.wire.messages import ChainEpoch, ChainMember, EngineLoad, Heartbeat, MemberState, Register
 from laminar.wire.spec import LaminarJob
 
 TOKEN, UID, SLOT = "a token", "uid-1", "rollout-0"
@@ -79,6 +79,11 @@ class Pool:
         self.streams = 0
         self.refused = 0
         self.changed = asyncio.Condition()
+
+    @property
+    def load(self) -> EngineLoad | None:
+        """Of the last heartbeat."""
+        return self.beats[-1].load if self.beats else None
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=2**26)
@@ -417,7 +422,7 @@ def test_adopted_samples_join_the_running_ones_and_cancelled_ones_stop(tmp_path:
             await scene.until(lambda: pool.samples["other/0"].finish, "the one of another version is handed back")
             assert pool.samples["other/0"].finish == "error"
             pool.commands.put_nowait(Command(kind=CommandKind.CANCEL, ids=["long/0"], terms=[1]))
-            await scene.until(lambda: pool.beats[-1].load and not pool.beats[-1].load.running, "nothing runs any more")
+            await scene.until(lambda: pool.load and not pool.load.running, "nothing runs any more")
             assert len(pool.samples["long/0"].tokens) < 4000
 
     asyncio.run(main())
@@ -436,7 +441,7 @@ def test_a_stopped_agent_goes_on_as_the_same_incarnation_and_drops_what_was_move
             await asyncio.sleep(1.5)
             os.kill(scene.process.pid, signal.SIGCONT)
             await scene.until(lambda: scene.graded("kept/0"), "the sample that was not moved is graded")
-            await scene.until(lambda: not pool.beats[-1].load.running, "the moved one is not generated any more")
+            await scene.until(lambda: pool.load and not pool.load.running, "the moved one is not generated any more")
             assert (pool.current, len(pool.samples["moved/0"].tokens)) == (1, held)
 
     asyncio.run(main())
@@ -448,7 +453,7 @@ def test_a_pool_that_is_away_loses_nothing_and_sigterm_flushes(tmp_path: Path) -
             pool, model = scene.pool, tiny_model(11)
             await asyncio.to_thread(scene.publish, 1, model)
             pool.queue = [pool.offer("done", budget=200), pool.offer("open", budget=4000)]
-            await scene.until(lambda: pool.beats and pool.beats[-1].load.running, "the samples run")
+            await scene.until(lambda: pool.load and pool.load.running, "the samples run")
             await scene.close_pool()
             await asyncio.sleep(1.5)
             await scene.open_pool()

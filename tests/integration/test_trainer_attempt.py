@@ -445,7 +445,7 @@ def test_a_superseded_attempt_ends_with_its_own_exit_code_and_one_clear_line(sta
     wait_until(lambda: bool(pool.begun), "the attempt has begun")
     pool.attempt = 2
     assert agent.wait() == EXIT_SUPERSEDED, agent.log
-    assert re.search(r"^error: .*attempt 1.*attempt 2 trains", agent.log, re.MULTILINE), agent.log
+    assert re.search(r"^error: Trainer attempt 1 is superseded: .*attempt 2 trains", agent.log, re.MULTILINE), agent.log
 
 
 def test_a_missing_model_is_one_paragraph_and_exit_code_2(stage: Stage, tmp_path: Path) -> None:

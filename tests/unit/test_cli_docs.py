@@ -1,6 +1,8 @@
 """The documentation of metrics and commands names what there is."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import typer
@@ -28,6 +30,13 @@ def test_every_trainer_statistic_is_documented() -> None:
     block = learner.partition("stats = {")[2].partition("}")[0]
     names = set(re.findall(r'"([a-z_]+)":', block)) - {"reward_mean", "tokens"}
     assert names and {name for name in names if f"`{name}`" not in text} == set()
+
+
+def test_naming_the_commands_imports_nothing_that_only_one_of_them_needs() -> None:
+    show = "import sys, laminar.cli.commands; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, timeout=60, check=True)
+    heavy = {"aiohttp", "pydantic", "sqlite3", "yaml", "tokenizers", "tensorboard", "torch", "rich.live"}
+    assert heavy.intersection(done.stdout.split()) == set()
 
 
 def test_the_quickstart_names_only_commands_that_exist() -> None:

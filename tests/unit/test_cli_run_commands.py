@@ -341,6 +341,7 @@ def test_a_live_pool_is_asked(run: Path, pool: PoolServer) -> None:
     assert "5/12" in laminar("status", run).stdout
     pool.token = "of another job"
     assert json.loads(laminar("status", run, "--json").stdout)["running"] is False
+    assert "its pool does not answer yet" in laminar("status", run).stdout
 
 
 def test_samples_show_prompt_response_reward_and_version(run: Path) -> None:

@@ -197,11 +197,13 @@ def test_a_finished_sample_is_only_graded() -> None:
 
 def test_what_cannot_be_generated_here_ends_as_an_infrastructure_failure_without_a_grade() -> None:
     book = Book(Who("rollout-0", 4))
-    book.decline([group(grant(tokens=[7]))], "another version")
+    ended_elsewhere = grant("b", tokens=[7, 1], finish_reason="stop")
+    admission = book.admit([group(grant(tokens=[7]), ended_elsewhere)], 0.7, decline="another version")
+    assert (admission.requests, [task.key.sample for task in admission.gradings]) == ([], ["b"])
     call = take(book, everything=False)
     assert [(item.reason, item.length, item.detail) for item in call.finishes] == [("error", 1, "another version")]
     book.settle(call, accept(call))
-    assert book.num_open == 0
+    assert (book.num_open, book.num_unacknowledged) == (1, 0)
     failing = book_with(grant())
     assert failing.end(ended(0, reason="error")) is None
 

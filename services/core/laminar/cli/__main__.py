@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from laminar.cli import run
+from laminar.cli import commands, run
 
 app = typer.Typer(
     name="laminar",
@@ -14,6 +14,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("run")(run.command)
+commands.register(app)
 
 
 @app.callback()

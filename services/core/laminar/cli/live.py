@@ -6,6 +6,7 @@ drawing takes more than MAX_CPU_SHARE of the time.
 
 from __future__ import annotations
 
+import atexit
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -49,6 +50,8 @@ class LiveView:
         self._started_s = self._clock()
         self._live = Live(console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
         self._live.start()
+        # However the process ends in Python, the terminal gets its cursor back.
+        atexit.register(self._close)
         self._draw()
 
     def note(self, text: str) -> None:
@@ -77,9 +80,14 @@ class LiveView:
         if self._live is not None:
             self._next_draw_s = float("-inf")
             self._draw()
+            self._close()
+            atexit.unregister(self._close)
+        _print_ending(self._console, result, run, self._summary(run))
+
+    def _close(self) -> None:
+        if self._live is not None:
             self._live.stop()
             self._live = None
-        _print_ending(self._console, result, run, self._summary(run))
 
     def _summary(self, run: RunFolder) -> Summary | None:
         if self._status is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Sequence
 
 from pydantic import RootModel
@@ -64,6 +65,7 @@ class Recorder:
         self._log = StepLog(run)
         self._attempt: int | None = None
         self._last_seq = 0
+        self._started_wall_s = time.time()
         self._finished = False
         self._conditions: dict[str, str] = {}
         self.status: JobStatus | None = None
@@ -125,7 +127,8 @@ class Recorder:
         events = (await self._client.get_json("/v1/events", Events, CALL_S, deadline_s=deadline_s, params=params)).root
         if events:
             self._last_seq = events[-1].seq
-            self._view.events(events)
+            # What earlier drivers of this run have told is in the report, and old news here.
+            self._view.events([event for event in events if event.wall_s >= self._started_wall_s])
 
     def result(self, phase: str, reason: str, num_steps: int, wall_s: float, conditions: dict[str, str]) -> Result:
         """How the run ended, from the last look."""

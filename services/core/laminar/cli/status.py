@@ -6,7 +6,7 @@ import json
 import random
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from laminar.shell.ledger_file import (
     read_meta,
     read_steps,
 )
+from laminar.shell.process import process_alive
 from laminar.wire.messages import EvaluationRow, Event, JobStatus, StepRow
 from laminar.wire.spec import LaminarJob
 
@@ -51,6 +52,8 @@ class _Endpoint(BaseModel):
     """RUN/endpoint.json."""
 
     url: str
+    pid: int = 0
+    """Of the driver."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,28 +75,34 @@ class Resting:
     events: list[Event]
     audit: AuditReport | None
     first_lease_wall_s: float
+    driver_alive: bool = False
+    """The pool is starting, or starting again."""
 
     @property
     def phase(self) -> str:
+        if self.driver_alive:
+            return "starting"
         return self.result.phase if self.result else "unfinished"
 
 
 def look(path: Path) -> Running | Resting:
     """Where the run stands now. Raises BadInput if the folder holds no run."""
     folder, record, _ = open_run(path)
-    running = _ask(folder, record.uid)
-    return running if running is not None else rest(folder)
-
-
-def _ask(folder: RunFolder, uid: str) -> Running | None:
-    """None: nobody answers at the address that the driver left, or it is another job's pool by now."""
     try:
-        url = _Endpoint.model_validate_json(folder.endpoint_file.read_bytes()).url
+        endpoint = _Endpoint.model_validate_json(folder.endpoint_file.read_bytes())
         token = (folder.path / "token").read_text().strip()
     except (FileNotFoundError, ValidationError):
-        return None
+        return rest(folder)
     except PermissionError as error:
         raise BadInput(f"{error.filename} can only be read by the user who started the run.") from error
+    running = _ask(endpoint.url, token, record.uid)
+    if running is not None:
+        return running
+    return replace(rest(folder), driver_alive=endpoint.pid > 0 and process_alive(endpoint.pid))
+
+
+def _ask(url: str, token: str, uid: str) -> Running | None:
+    """None: nobody answers at the address that the driver left, or it is another job's pool by now."""
     try:
         with BlockingClient(url, token, uid, None, "status", random.Random(0)) as client:
             status = client.get_json("/v1/status", JobStatus, CALL_S, deadline_s=CALL_S)
@@ -170,19 +179,19 @@ def as_json(path: Path) -> str:
 
 
 def show(path: Path, *, watch: bool) -> None:
-    """Prints the status; with `watch` draws it again every second until the run ends or Ctrl-C."""
+    """Prints the status once; with `watch` draws it again every second until the run ends or Ctrl-C."""
     from rich.console import Console
     from rich.live import Live
 
     console = Console()
     found = look(path)
-    if not watch or isinstance(found, Resting):
+    if not watch:
         console.print(_picture(path, found, console.width))
         return
     # Nothing ever sets it: an event is the wait that Ctrl-C ends at once.
     never = threading.Event()
     with Live(_picture(path, found, console.width), console=console, auto_refresh=False) as live:
-        while isinstance(found, Running):
+        while isinstance(found, Running) or found.driver_alive:
             never.wait(WATCH_EVERY_S)
             found = look(path)
             live.update(_picture(path, found, console.width), refresh=True)
@@ -221,15 +230,15 @@ def _resting_picture(path: Path, job: LaminarJob, found: Resting) -> Any:
     from laminar.cli.summary import summary_tables
 
     say: Callable[[str], Text] = Text
-    words = f"{job.metadata.name}: not running, {found.phase}"
-    parts: list[Any] = [Text(words, style="bold")]
+    words = "its pool does not answer yet" if found.driver_alive else f"not running, {found.phase}"
+    parts: list[Any] = [Text(f"{job.metadata.name}: {words}", style="bold")]
     if found.result and found.result.reason:
         parts.append(say(found.result.reason))
     total = resting_summary(job, found)
     parts += summary_tables(total) if total else [say("The pool has not written anything yet.")]
     if found.events:
         parts += [Text("last events", style="dim"), event_lines(found.events)]
-    if found.result is None or found.result.phase == "stopped":
+    if not found.driver_alive and (found.result is None or found.result.phase == "stopped"):
         parts.append(say("The same `laminar run` command goes on from here."))
     report = path / "report.html"
     if report.is_file():

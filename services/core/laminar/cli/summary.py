@@ -89,7 +89,7 @@ def summary_lines(total: Summary) -> list[tuple[str, str]]:
     """(name, value) of the run's own numbers, in reading order; the evaluations have their own table."""
     lines = [
         ("steps", f"{total.committed_step} of {total.steps}"),
-        ("time", f"{duration(total.wall_s)} since the first lease"),
+        ("time", f"{duration(total.wall_s)} from the first lease to the last step"),
         ("tokens", f"{count(total.response_tokens)} in {count(total.num_samples)} trajectories, "
                    f"{count(total.tokens_per_s)} a second"),
     ]  # fmt: skip

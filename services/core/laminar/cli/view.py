@@ -16,6 +16,8 @@ from laminar.wire.spec import LaminarJob
 
 PLAIN_STATUS_EVERY_S = 10.0
 """A log that nobody watches should stay short."""
+PLAIN_STEPS_AT_ONCE = 10
+"""More new rows than this at once are those of an earlier driver of the run."""
 
 
 class View(Protocol):
@@ -106,6 +108,9 @@ class PlainView(QuietView):
             self._print(f"  {event.text}")
 
     def steps(self, rows: Sequence[StepRow]) -> None:
+        if len(rows) > PLAIN_STEPS_AT_ONCE:
+            self._print(f"steps {rows[0].step} to {rows[-2].step} were trained before")
+            rows = rows[-1:]
         for row in rows:
             stale = ", ".join(f"{value}:{count}" for value, count in sorted(row.consumed.items()))
             self._print(

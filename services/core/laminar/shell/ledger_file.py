@@ -132,7 +132,8 @@ def read_steps(connection: sqlite3.Connection) -> list[StepRow]:
 
 def read_events(connection: sqlite3.Connection) -> list[Event]:
     """The newest events, oldest first."""
-    return [Event(**dict(row)) for row in connection.execute("SELECT * FROM events ORDER BY seq")]
+    rows = connection.execute("SELECT seq, wall_s, kind, text FROM events ORDER BY seq")
+    return [Event(seq=seq, wall_s=wall_s, kind=kind, text=text) for seq, wall_s, kind, text in rows]
 
 
 @dataclass(frozen=True, slots=True)

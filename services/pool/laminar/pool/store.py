@@ -156,7 +156,7 @@ class SqliteStore:
             if outcome is not None:
                 return
 
-    def _until_written(self, entries: list[_Entry]) -> sqlite3.Error | None:
+    def _until_written(self, entries: list[_Entry]) -> Exception | None:
         """Tries again while the error may pass; the error that will not, else None."""
         while True:
             started_s = time.monotonic()
@@ -171,6 +171,8 @@ class SqliteStore:
                 self._condition = (reason, f"the ledger cannot be written ({error}); all callers wait")
                 if self._closing.wait(RETRY_S):
                     return error
+            except Exception as error:  # noqa: BLE001 - carried to the loop, where it ends the process
+                return error
             else:
                 self._condition = None
                 self.on_commit(time.monotonic() - started_s)
@@ -188,7 +190,7 @@ class SqliteStore:
                 entry.result = entry.query(self.connection)
 
 
-def _resolve(entry: _Entry, error: sqlite3.Error | None) -> None:
+def _resolve(entry: _Entry, error: Exception | None) -> None:
     if entry.done.done():
         return
     if error is None:

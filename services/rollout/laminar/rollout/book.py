@@ -112,6 +112,11 @@ class Book:
         return sum(sample.end is None for sample in self._samples.values())
 
     @property
+    def num_unacknowledged(self) -> int:
+        """Samples whose end the pool does not know yet: until it does, it takes them for running."""
+        return sum(not sample.end_acknowledged for sample in self._samples.values())
+
+    @property
     def num_open(self) -> int:
         """Samples that still wait for something."""
         return len(self._samples)
@@ -136,22 +141,18 @@ class Book:
         limit_bytes = self._buffer_limit_bytes // 2 if paused else self._buffer_limit_bytes
         return self.unsent_bytes > limit_bytes
 
-    def admit(self, groups: Iterable[GroupGrant], temperature: float) -> Admission:
-        """Takes granted or adopted samples. A repeated grant changes nothing; a newer term replaces the older."""
+    def admit(self, groups: Iterable[GroupGrant], temperature: float, *, decline: str = "") -> Admission:
+        """Takes granted or adopted samples. A repeated grant changes nothing; a newer term replaces the older.
+
+        With `decline`, those still to be generated cannot be generated here, for that reason: their end is an
+        infrastructure failure, and the pool moves them. Those that have ended are graded in any case.
+        """
         admission = Admission()
         for group in groups:
             for grant in group.samples:
                 if self._is_new(grant, admission):
-                    self._admit(group, grant, temperature, admission)
+                    self._admit(group, grant, temperature, decline, admission)
         return admission
-
-    def decline(self, groups: Iterable[GroupGrant], detail: str) -> None:
-        """Samples that cannot be generated here: their end is an infrastructure failure, and the pool moves them."""
-        for group in groups:
-            for grant in group.samples:
-                if self._is_new(grant, Admission()):
-                    sample = self._add(group, grant)
-                    sample.end = Ended(key=sample.key, length=sample.length, reason="error", detail=detail)
 
     def append(self, block: TokenBlock) -> None:
         """New tokens of the engine."""
@@ -260,24 +261,28 @@ class Book:
         admission.aborts += self._drop(known)
         return True
 
-    def _admit(self, group: GroupGrant, grant: SampleGrant, temperature: float, admission: Admission) -> None:
+    def _admit(
+        self, group: GroupGrant, grant: SampleGrant, temperature: float, decline: str, admission: Admission
+    ) -> None:
         sample = self._add(group, grant)
         if grant.finish_reason:
             sample.end = Ended(key=sample.key, length=sample.length, reason=grant.finish_reason)
             sample.end_acknowledged = True
             admission.gradings.append(_grading(sample))
-            return
-        admission.requests.append(
-            EngineRequest(
-                key=sample.key,
-                prompt=group.prompt_tokens,
-                response=grant.tokens,
-                max_new_tokens=grant.max_new_tokens,
-                seed=grant.seed,
-                temperature=temperature,
-                greedy=grant.greedy,
+        elif decline:
+            sample.end = Ended(key=sample.key, length=sample.length, reason="error", detail=decline)
+        else:
+            admission.requests.append(
+                EngineRequest(
+                    key=sample.key,
+                    prompt=group.prompt_tokens,
+                    response=grant.tokens,
+                    max_new_tokens=grant.max_new_tokens,
+                    seed=grant.seed,
+                    temperature=temperature,
+                    greedy=grant.greedy,
+                )
             )
-        )
 
     def _add(self, group: GroupGrant, grant: SampleGrant) -> _Sample:
         sample = _Sample(

@@ -2,7 +2,7 @@
 
     loop          waits for                              changes
     engine        events of the engine                   book (tokens, ends), live version
-    lease         the last sample's end, then the pool   book (grants), engine (load, add)
+    lease         the last end, told to the pool         book (grants), engine (load, add)
     flush         news in the book                       the pool; book (what is durable)
     commands      the pool, on its own connection        book (adopt, cancel)
     grades        the graders' results                   book
@@ -161,13 +161,12 @@ class Incarnation:
 
     def _changed(self) -> None:
         """After every change of the book: wakes those who wait for it, and keeps it bounded."""
-        generating = self._book.num_generating
-        if generating:
+        if self._book.num_unacknowledged:
             self._all_ended.clear()
         else:
             self._all_ended.set()
         if self._state in (MemberState.IDLE, MemberState.RUNNING):
-            self._state = MemberState.RUNNING if generating else MemberState.IDLE
+            self._state = MemberState.RUNNING if self._book.num_generating else MemberState.IDLE
         if self._book.has_results:
             self._results.set()
         if self._book.has_unsent:
@@ -209,13 +208,9 @@ class Incarnation:
                     assert_never(reply.kind)
 
     def _admit(self, version: int, groups: Sequence[GroupGrant], temperature: float) -> None:
-        """One version a trajectory: what belongs to another version than the live one is handed back."""
-        if version != self._live:
-            log.warning("declined samples of another version", extra=fields(version=version, live=self._live))
-            self._book.decline(groups, f"version {version} was asked for, {self._live} is loaded")
-            self._changed()
-            return
-        admission = self._book.admit(groups, temperature)
+        """One version a trajectory: what is to be generated with another version than the live one is handed back."""
+        decline = "" if version == self._live else f"version {version} was asked for, {self._live} is loaded"
+        admission = self._book.admit(groups, temperature, decline=decline)
         self._engine.abort(admission.aborts)
         self._engine.add(admission.requests)
         for task in admission.gradings:
@@ -268,7 +263,9 @@ class Incarnation:
             try:
                 async with asyncio.timeout_at(next_append_s):
                     await self._results.wait()
-                    await asyncio.sleep(COALESCE_S)
+                    # Whoever has nothing left to generate waits for nothing more.
+                    if self._book.num_generating:
+                        await asyncio.sleep(COALESCE_S)
             except TimeoutError:
                 pass  # nothing has ended for a second: the tokens alone
             self._results.clear()

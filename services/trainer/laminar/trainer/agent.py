@@ -147,7 +147,7 @@ class Agent:
                 except Unknown:
                     log.warning("the pool does not know this trainer: registering again")
         except (Superseded, Conflict) as error:
-            self._last_words = f"Trainer attempt {self._settings.attempt} is superseded and ends: {error.detail}"
+            self._last_words = f"Trainer attempt {self._settings.attempt} is superseded: {error.detail}."
             self._superseded.set()
 
     def _register(self) -> Register:

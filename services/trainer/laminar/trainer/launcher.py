@@ -6,7 +6,7 @@ import os
 import sys
 
 from laminar.shell.process import child_environment
-from laminar.trainer.rank import AGENT_PID
+from laminar.trainer.ancestry import AGENT_PID
 from laminar.trainer.settings import TrainerSettings
 
 RANK_MODULE = "laminar.trainer.rank"

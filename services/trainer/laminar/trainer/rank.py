@@ -5,18 +5,15 @@ The first thing it does, before torch is imported, is to tie its life to the lau
 
 from __future__ import annotations
 
-import os
 import sys
 
-from laminar.shell.process import die_with_parent
-
-AGENT_PID = "LAMINAR_AGENT_PID"
+from laminar.trainer.ancestry import live_with_launcher
+from laminar.trainer.failures import EXIT_CRASH
 
 
 def main() -> int:
-    die_with_parent()
-    if os.environ.get(AGENT_PID) == str(os.getppid()):
-        return 1  # the launcher died before the line above, and the agent inherited this process
+    if not live_with_launcher():
+        return EXIT_CRASH
     from laminar.trainer.training import main as train
 
     return train()

@@ -85,8 +85,9 @@ def main() -> int:
     except TrainerFailure as error:
         return _end(settings, error.exit_code, paragraph(error))
     except Conflict as error:
-        code = EXIT_SUPERSEDED if error.error in SUPERSEDED_WORDS else EXIT_CRASH
-        return _end(settings, code, f"The pool refused trainer attempt {settings.attempt}: {error}")
+        if error.error in SUPERSEDED_WORDS:
+            return _end(settings, EXIT_SUPERSEDED, f"Trainer attempt {settings.attempt} is superseded: {error.detail}.")
+        return _end(settings, EXIT_CRASH, f"The pool refused trainer attempt {settings.attempt}: {error}")
     except (Refused, Unreachable) as error:
         return _end(settings, EXIT_CRASH, f"The pool ended trainer attempt {settings.attempt}: {error}")
     except Exception as error:
