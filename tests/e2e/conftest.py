@@ -99,8 +99,9 @@ class JobRun:
 
     def _read(self, driver: subprocess.Popen[str]) -> None:
         assert driver.stdout is not None
-        for line in driver.stdout:
-            self.output.append(json.loads(line))
+        with driver.stdout:
+            for line in driver.stdout:
+                self.output.append(json.loads(line))
 
     @property
     def uid(self) -> str:
@@ -202,6 +203,8 @@ class JobRun:
         if self.driver is not None and self.driver.poll() is None:
             kill_tree(self.driver.pid)
             self.driver.wait(10)
+        if self._reader is not None:
+            self._reader.join(10)
         if (self.folder / "job.json").exists():
             for pid in processes_of(self.uid):
                 kill_tree(pid)
@@ -227,6 +230,29 @@ def make_job(tmp_path: Path) -> Iterator[Callable[..., JobRun]]:
     yield make
     for run in runs:
         run.close()
+
+
+def command_line(*arguments: object, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+    """`laminar ARGUMENTS...` from start to end. People never see a traceback, whatever they do."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+    command = [sys.executable, "-m", "laminar.cli", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment)
+    assert "Traceback" not in done.stdout + done.stderr, done.stdout + done.stderr
+    return done
+
+
+@pytest.fixture(name="laminar")
+def laminar_fixture() -> Callable[..., subprocess.CompletedProcess[str]]:
+    return command_line
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two Hugging Face folders of random weights: `plain`, and `chat` with a chat template."""
+    folder = tmp_path_factory.mktemp("models")
+    script = Path(__file__).with_name("make_tiny_model.py")
+    subprocess.run([sys.executable, script, folder], check=True, capture_output=True, timeout=120)
+    return folder
 
 
 @pytest.fixture(name="until")

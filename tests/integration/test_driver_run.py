@@ -14,8 +14,8 @@ from pathlib import Path
 from laminar.cli.children import Launch, processes_of
 from laminar.cli.driver import Driver, Ending
 from laminar.cli.launch import Launchpad
-from laminar.cli.running import exit_code, placement
 from laminar.cli.run_folder import RunFolder, claim, new_record
+from laminar.cli.running import exit_code, placement
 from laminar.cli.view import QuietView
 from laminar.core.reconcile import Create
 from laminar.shell.process import become_subreaper

@@ -327,7 +327,7 @@ def test_a_commit_is_idempotent() -> None:
 
 def restored(ledger: Ledger, register: VersionRegister, **changes: int) -> Ledger:
     """A second ledger that continues from copies of the first one's rows."""
-    copy, _ = make_ledger(**changes)
+    copy, _ = make_ledger("laminar", **changes)
     copy._register = register  # pyright: ignore[reportPrivateUsage]
     groups, batches, counters = deepcopy((list(ledger.groups.values()), list(ledger.batches.values()), ledger.counters))
     copy.restore(groups, batches, counters, ledger.stream_position, ledger.committed_step)

@@ -160,6 +160,20 @@ def test_a_new_master_gets_exactly_the_same_bytes() -> None:
     assert first[1:] == second[1:]
 
 
+def test_a_visible_version_is_offered_to_every_later_master() -> None:
+    """All relays that held the newest version may die together; then only the trainer still has it."""
+    books, relays = PaperBooks(), PaperRelays()
+    with publishing(books, relays) as publisher:
+        publish(publisher, 0)
+        relays.wait_for(1)
+        books.turn(visible=0)
+        publisher.wait_visible(WAIT_S)
+        books.turn(master="relay-7")
+        relays.wait_for(2)
+    assert [(address, version) for address, version, _, _ in relays.received] == [("relay-0", 0), ("relay-7", 0)]
+    assert relays.received[0][3] == relays.received[1][3]
+
+
 def test_a_lost_master_is_tried_again_until_the_next_epoch_names_another() -> None:
     books, relays = PaperBooks("relay-0"), PaperRelays()
     relays.lost.add("relay-0")

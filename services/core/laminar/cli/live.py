@@ -19,6 +19,7 @@ from laminar.cli.live_panels import Screen, screen
 from laminar.cli.metering import TokenMeter
 from laminar.cli.run_folder import Result, RunFolder
 from laminar.cli.summary import Summary, summarise_status, summary_tables
+from laminar.cli.view import left_out
 from laminar.wire.messages import Event, JobStatus, StepRow
 from laminar.wire.spec import LaminarJob
 
@@ -123,6 +124,8 @@ def _print_ending(console: Console, result: Result, run: RunFolder, total: Summa
     if total is not None:
         for table in summary_tables(total):
             console.print(table)
+    if result.skipped_prompts:
+        console.print(f"prompts left out: {left_out(result.skipped_prompts)}", markup=False, highlight=False)
     for name, text in result.conditions.items():
         if text:
             console.print(f"{name}: {text}", style="yellow", markup=False, highlight=False)

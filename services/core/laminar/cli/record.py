@@ -145,6 +145,7 @@ class Recorder:
             reward_last=_mean(rewards[-REWARD_STEPS:]),
             evaluations=evaluations,
             conditions=conditions | self._conditions | ({} if status is None else status.conditions),
+            skipped_prompts={} if status is None else status.skipped_prompts,
         )
 
 

@@ -24,6 +24,8 @@ SLACK_BYTES = 200 * 2**20
 """Disk for the ledger, logs and metrics of a small run."""
 BYTES_PER_PARAMETER = 4
 """Training and publishing are in fp32 on a CPU."""
+MOST_COMPRESSED = 8
+"""Weights may be packed (two 4-bit values a byte) or shared between layers; a wrong file is off by far more."""
 MAX_HEADER_BYTES = 100 * 2**20
 _STORED_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}
 
@@ -51,7 +53,14 @@ def need(spec: JobSpec, num_parameters: int, num_machines: int) -> Need:
 
 def check(spec: JobSpec, model: Path, run: Path, num_machines: int) -> None:
     """Raises BadInput when this host has less free memory or disk than the job takes at least."""
-    needed = need(spec, count_parameters(model), num_machines)
+    num_parameters = count_parameters(model)
+    claimed = claimed_parameters(model)
+    if claimed > MOST_COMPRESSED * num_parameters:
+        raise BadInput(
+            f"spec.model.source: {model / 'config.json'} describes a model of about {claimed:,} parameters, but the "
+            f"weights beside it hold {num_parameters:,}: they are not of the same model, or some files are missing."
+        )
+    needed = need(spec, num_parameters, num_machines)
     memory_bytes = available_memory_bytes()
     if needed.memory_bytes > memory_bytes:
         raise BadInput(
@@ -76,6 +85,18 @@ def count_parameters(model: Path) -> int:
     return total
 
 
+def claimed_parameters(model: Path) -> int:
+    """What config.json describes, roughly: embeddings, and attention and feed-forward of a dense decoder; 0 where it
+    does not say. Enough to see that weights belong to another model before somebody builds this one."""
+    config = cast(dict[str, object], json.loads((model / "config.json").read_bytes()))
+    sizes = [config.get(name) for name in ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")]
+    numbers = [size for size in sizes if isinstance(size, int)]
+    if len(numbers) < len(sizes):
+        return 0
+    vocabulary, hidden, layers, inner = numbers
+    return vocabulary * hidden + layers * 2 * hidden * (hidden + inner)
+
+
 def available_memory_bytes() -> int:
     """What processes can still take without swapping, by the kernel's own estimate and this container's limit."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
@@ -96,11 +117,18 @@ def _safetensors_parameters(path: Path) -> int:
             header = cast(dict[str, dict[str, Any]], json.loads(file.read(size)))
     except ValueError as error:
         raise BadInput(f"spec.model.source: {path} is not a safetensors file, or is cut off ({error}).") from error
-    total = 0
+    total = data_bytes = 0
     for name, entry in header.items():
         if name != "__metadata__":
             start, end = entry["data_offsets"]
             total += (int(end) - int(start)) // _STORED_BYTES.get(str(entry["dtype"]), 1)
+            data_bytes = max(data_bytes, int(end))
+    expected_bytes = 8 + size + data_bytes
+    if path.stat().st_size < expected_bytes:
+        raise BadInput(
+            f"spec.model.source: {path} is cut off: it has {path.stat().st_size:,} of {expected_bytes:,} bytes. "
+            "Copy or download it again."
+        )
     return total
 
 

@@ -79,6 +79,8 @@ class Result(_Stored):
     """Mean training reward of the last 5 steps."""
     evaluations: list[dict[str, str | int | float]] = []
     conditions: dict[str, str] = {}
+    skipped_prompts: dict[str, int] = {}
+    """Rows of the data files that were left out, by reason."""
 
 
 class Standing(Enum):

@@ -66,7 +66,8 @@ def execute(file: Path, overrides: list[str], options: Options, view: View) -> i
             ending = asyncio.run(_drive(driver))
         finally:
             launchpad.close()
-        _report(run, view)
+        if not ending.bad_input:
+            _report(run, view)
         view.ended(ending.result, run)
         return exit_code(ending)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import difflib
 import importlib
 import json
 import os
@@ -88,6 +89,12 @@ def check_model(folder: Path) -> None:
                 else ""
             )
             raise BadInput(f"spec.model.source: the model folder {folder} has no {name}.{hint}")
+        try:
+            whole = isinstance(json.loads((folder / name).read_bytes()), dict)
+        except ValueError:
+            whole = False
+        if not whole:
+            raise BadInput(f"spec.model.source: {folder / name} is not a JSON object. Copy or download it again.")
     if not any(True for _ in weight_files(folder)):
         raise BadInput(f"spec.model.source: the model folder {folder} has no weights (*.safetensors).")
 
@@ -106,8 +113,12 @@ def check_data(path: Path, data: TrainData | Evaluation) -> None:
     columns = _parquet_columns(path, where) if path.suffix == ".parquet" else _jsonl_columns(path, where)
     for option, name in (("promptField", data.prompt_field), ("answerField", data.answer_field)):
         if name not in columns:
+            near = difflib.get_close_matches(name, sorted(columns), n=1, cutoff=0.5) or [
+                column for column in sorted(columns) if column.rpartition(".")[2] == name.rpartition(".")[2]
+            ]
+            hint = f" Did you mean '{near[0]}'?" if near else ""
             raise BadInput(
-                f"{where}.{option}: the file {path} has no column '{name}'. "
+                f"{where}.{option}: the file {path} has no column '{name}'.{hint} "
                 f"It has: {', '.join(sorted(columns)) or 'none'}."
             )
 

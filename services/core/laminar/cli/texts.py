@@ -31,7 +31,10 @@ class Decoder:
             from tokenizers import Tokenizer
         except ImportError:
             return cls(None)
-        return cls(Tokenizer.from_file(str(file)))
+        try:
+            return cls(Tokenizer.from_file(str(file)))
+        except Exception:  # noqa: BLE001 - the library raises bare Exception for a file that it cannot read
+            return cls(None)
 
     def text(self, tokens: bytes) -> str:
         """`tokens`: packed as in `laminar.wire.codec`."""

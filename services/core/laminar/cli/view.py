@@ -150,6 +150,11 @@ class JsonView:
         print('{"type":' + json.dumps(kind) + "," + body[1:], file=self._out, flush=True)
 
 
+def left_out(skipped: dict[str, int]) -> str:
+    """`2 missingAnswer, 3 tooLong`."""
+    return ", ".join(f"{number} {reason}" for reason, number in sorted(skipped.items()))
+
+
 def ending(result: Result, run: RunFolder) -> list[str]:
     """How a run ended, in a few lines."""
     lines = [f"{result.phase}: step {result.committed_step}/{result.steps} after {result.wall_s:.0f} s"]
@@ -158,6 +163,8 @@ def ending(result: Result, run: RunFolder) -> list[str]:
     for row in result.evaluations:
         error = f" +- {row['stderr']:.3f}" if "stderr" in row else ""
         lines.append(f"{row['name']} ({row['mode']}, {row['point']} version): {row['mean']:.3f}{error}")
+    if result.skipped_prompts:
+        lines.append(f"prompts left out: {left_out(result.skipped_prompts)}")
     lines.extend(f"{name}: {text}" for name, text in result.conditions.items() if text)
     if result.phase == "complete":
         lines.append(f"model: {run.model}")

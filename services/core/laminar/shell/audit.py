@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from laminar.shell.ledger_file import open_ledger, read_meta, read_steps
+from laminar.shell.ledger_file import LedgerFileError, open_ledger, read_meta, read_steps
 
 MAX_EXAMPLES = 5
 """Samples named in one violation; the number is exact."""
@@ -57,6 +57,8 @@ def read_audit(path: Path) -> AuditReport:
     """
     with open_ledger(path) as db:
         meta = read_meta(db)
+        if "counters" not in meta:
+            raise LedgerFileError("the job had not begun when its pool ended")
         states = Counter(
             {str(state): int(n) for state, n in db.execute("SELECT state, COUNT(*) FROM samples GROUP BY state")}
         )

@@ -173,6 +173,7 @@ class BeginAttempt(Message):
 
     attempt: int
     restored_step: int
+    num_damaged: int = Field(default=0, ge=0, description="newer checkpoints that were passed over, being damaged")
 
 
 class BeginAttemptReply(Message):

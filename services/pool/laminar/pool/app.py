@@ -220,9 +220,7 @@ def _checkpoint_routes(service: Service, pool: Pool) -> None:
     @router.post("/trainer/checkpoint")
     async def checkpoint(body: CheckpointDurable) -> CheckpointDurableReply:
         books.admit()
-        reply = training.checkpoint_durable(body)
-        await books.commit()
-        return reply
+        return await training.checkpoint_durable(body)
 
     @router.post("/trainer/checkpoint_failed")
     async def checkpoint_failed(body: CheckpointFailed) -> Ack:

@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 COMMIT_LIMIT_S = 5.0
 """A caller that waits longer for the disk is told to call again; its rows stay in the store's queue."""
+STORE_BUSY = ("StoreBusy", "the ledger's disk is slow; call again")
 EVENTS_IN_MEMORY = 2000
 EVENTS_STORED = 5000
 KEPT, REMOVABLE = "kept", "removable"
@@ -100,6 +101,9 @@ class Books:
         if "started_wall_s" not in stored.meta:
             self.write(rows.meta("started_wall_s", self.started_wall_s))
             self.write(*rows.totals(self.ledger.counters, self.ledger.stream_position, self.ledger.committed_step))
+            if prompts.skipped:
+                skipped = ", ".join(f"{number} {reason}" for reason, number in sorted(prompts.skipped.items()))
+                self.event("data", f"prompts left out: {skipped}")
         self.advance()
 
     # --- where the job stands -----------------------------------------------------------------------------------
@@ -230,7 +234,7 @@ class Books:
             return
         await asyncio.wait((written,), timeout=COMMIT_LIMIT_S)
         if not written.done():
-            raise Refusal(503, *(self.store.condition or ("StoreBusy", "the ledger's disk is slow; call again")))
+            raise Refusal(503, *(self.store.condition or STORE_BUSY))
         written.result()
 
     def _written(self, future: asyncio.Future[None], commands: Iterable[tuple[str, Command]]) -> None:

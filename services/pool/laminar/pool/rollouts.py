@@ -7,11 +7,13 @@ lost   -> each sample it held moves to a replica of the same version, or starts 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 from laminar.core.evaluation import EvalKey, EvalMode, EvalSample, EvaluationRound
+from laminar.core.grading import GradingWatch
 from laminar.core.identity import SampleKey
 from laminar.core.ledger import Grant, LeaseDecision, Moved, Outcome, Refresh, Wait, WriteResult
 from laminar.core.prompts import sampling_seed
@@ -45,6 +47,7 @@ EVAL_LEASES_OF_RUNNING = 2
 MAX_EVAL_FAILURES = 3
 """Infrastructure failures after which an evaluation sample counts as ungraded."""
 NEIGHBOURS = 2
+UNGRADED = "ResponsesUngraded"
 _EVAL = "eval/"
 _OVER = frozenset({PoolPhase.COMPLETE, PoolPhase.STOPPED, PoolPhase.FAILED})
 _VERDICTS = {
@@ -62,6 +65,7 @@ class Rollouts:
     def __init__(self, books: Books) -> None:
         self._books = books
         self._eval_failures: Counter[EvalKey] = Counter()
+        self._grading = GradingWatch()
 
     # --- leases -------------------------------------------------------------------------------------------------
 
@@ -211,15 +215,37 @@ class Rollouts:
         )
 
     def _grade(self, item: GradeItem, holder: Holder) -> ItemReply:
-        reward = item.reward if item.status == "ok" else None
+        # A reward that is no number would turn a whole group's advantages into none.
+        reward = item.reward if item.status == "ok" and math.isfinite(item.reward) else None
         if item.id.startswith(_EVAL):
             owner = self._owner(item.id, item.term, holder)
             done = owner is not None and owner[0].grade(holder, owner[1], item.term, reward)
+            if owner is not None and done:
+                self._note_grading(owner[0].samples[owner[1]].finish_reason, reward, item.detail)
             return ItemReply(id=item.id, verdict=Verdict.OK if done else Verdict.SUPERSEDED)
         key = _sample_key(item.id)
         if key is None:
             return ItemReply(id=item.id, verdict=Verdict.UNKNOWN)
-        return _reply(item.id, self._books.ledger.grade(holder, key, item.term, reward, item.parts, item.detail))
+        ledger = self._books.ledger
+        sample = ledger.sample(key)
+        was_waiting = sample is not None and sample.state is SampleState.FINISHED
+        result = ledger.grade(holder, key, item.term, reward, item.parts, item.detail)
+        if sample is not None and was_waiting and result.outcome is Outcome.OK:
+            self._note_grading(sample.finish_reason, reward, item.detail)
+        return _reply(item.id, result)
+
+    def _note_grading(self, finish_reason: str, reward: float | None, detail: str) -> None:
+        """A reward that fails for every response ends the job."""
+        if finish_reason == "length":
+            return  # worth 0 without a grader
+        books, watch = self._books, self._grading
+        watch.observe(graded=reward is not None, detail=detail)
+        if reward is None:
+            books.conditions[UNGRADED] = watch.condition
+        if watch.broken and not books.failed_reason:
+            books.failed_reason = watch.broken
+            books.event("failed", watch.broken)
+            books.news.members.notify()
 
     def _owner(self, id_: str, term: int, holder: Holder) -> tuple[EvaluationRound, EvalKey] | None:
         """The evaluation in which this life of a replica may write this sample now."""

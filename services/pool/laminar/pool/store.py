@@ -101,8 +101,15 @@ class SqliteStore:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = _take_lock(folder)
+        except OSError as error:
+            raise StoreUnavailable(f"the ledger in {folder} cannot be opened: {error}") from error
+        try:
             self.connection = _open(folder / FILE_NAME, _Owner(job_uid, generation))
+        except StoreError:
+            os.close(self._lock)
+            raise
         except (OSError, sqlite3.DatabaseError) as error:
+            os.close(self._lock)
             raise StoreUnavailable(f"the ledger in {folder} cannot be opened: {error}") from error
         self._thread = threading.Thread(target=self._write_all, name="store", daemon=True)
         self._thread.start()
@@ -213,6 +220,15 @@ def _take_lock(folder: Path) -> int:
 
 def _open(file: Path, owner: _Owner) -> sqlite3.Connection:
     connection = sqlite3.connect(file, timeout=5.0, isolation_level=None, check_same_thread=False)
+    try:
+        _prepare(connection, file, owner)
+    except (StoreError, sqlite3.DatabaseError):
+        connection.close()
+        raise
+    return connection
+
+
+def _prepare(connection: sqlite3.Connection, file: Path, owner: _Owner) -> None:
     connection.execute("PRAGMA journal_mode=WAL")
     connection.execute("PRAGMA synchronous=FULL")
     known = connection.execute("SELECT name FROM sqlite_master WHERE name = 'meta'").fetchone()
@@ -231,7 +247,6 @@ def _open(file: Path, owner: _Owner) -> sqlite3.Connection:
     for statement, rows in _statements(first):
         connection.executemany(statement, rows)
     connection.execute("COMMIT")
-    return connection
 
 
 # --- ops as SQL -------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from laminar.core.ledger import StepConflict
 from laminar.core.samples import Group
 from laminar.core.versions import VersionConflict, VersionRow, VersionState
 from laminar.pool import rows
-from laminar.pool.books import Books
+from laminar.pool.books import COMMIT_LIMIT_S, STORE_BUSY, Books
 from laminar.pool.restore import consumed_after
 from laminar.shell.answers import Refusal
 from laminar.wire.dataplane import BatchGroup, BatchSample, BatchSlice
@@ -97,7 +97,11 @@ class Training:
         if step < books.checkpoints.prunable_step:
             oldest = books.checkpoints.prunable_step
             raise Refusal(409, "step", f"batches up to step {oldest} are gone: restore that or later", current=oldest)
-        consumed = await books.store.read(lambda db: consumed_after(db, step))
+        try:
+            async with asyncio.timeout(COMMIT_LIMIT_S):
+                consumed = await books.store.read(lambda db: consumed_after(db, step))
+        except TimeoutError as error:
+            raise Refusal(503, *(books.store.condition or STORE_BUSY)) from error
         assert [batch.step for batch, _ in consumed] == list(range(step + 1, committed + 1)), "a batch is missing"
         burned = books.register.burn_before(call.attempt)
         books.ledger.roll_back(step, consumed)
@@ -117,6 +121,8 @@ class Training:
         text = f"attempt {call.attempt} of the trainer goes on after step {step}"
         if committed > step:
             text += f"; steps {step + 1} to {committed} are trained again on the same batches"
+        if call.num_damaged:
+            text += f"; newer checkpoints passed over because they are damaged: {call.num_damaged}"
         books.event("attempt", text + (f"; burned versions {burned}" if burned else ""))
         books.news.batches.notify()
         books.news.members.notify()
@@ -348,8 +354,14 @@ class Training:
             }
         )
 
-    def checkpoint_durable(self, call: CheckpointDurable) -> CheckpointDurableReply:
+    async def checkpoint_durable(self, call: CheckpointDurable) -> CheckpointDurableReply:
         """Registers it; what the oldest kept one covers is final."""
+        async with self._turn:
+            reply = self._register_checkpoint(call)
+            await self._books.commit()
+            return reply
+
+    def _register_checkpoint(self, call: CheckpointDurable) -> CheckpointDurableReply:
         self.fence(call.attempt)
         books, info = self._books, call.checkpoint
         if info.attempt != call.attempt or info.step > books.ledger.committed_step:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from laminar.rollout.agent import Agent
 from laminar.rollout.model_folder import ModelFolderError
 from laminar.rollout.settings import RolloutSettings
@@ -20,7 +22,11 @@ async def main(common: Common) -> int:
             agent = Agent(RolloutSettings.from_env(common), service, client)
         except ModelFolderError as error:
             raise SettingsError(str(error)) from error
-        return await service.run(agent.run(), grace_s=LEAVE_S)
+        code = await service.run(agent.run(), grace_s=LEAVE_S)
+    if agent.last_words:
+        # After every log line: the end of the log is the reason.
+        print(f"error: The torch engine cannot serve the model: {agent.last_words}", file=sys.stderr, flush=True)
+    return code
 
 
 if __name__ == "__main__":

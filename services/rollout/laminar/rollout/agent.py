@@ -48,6 +48,8 @@ class Agent:
             rules=list(settings.rules), tokenizer=str(settings.tokenizer), eos_ids=sorted(settings.eos_ids)
         )
         self._graders = GraderPool(setup, settings.num_graders)
+        self.last_words = ""
+        """Why another life would not help, for people; empty while it would."""
         service.watch("agent", limit_s=5.0)
 
     async def run(self) -> None:
@@ -75,6 +77,7 @@ class Agent:
                 log.warning("incarnation ended", extra=fields(reason=_reasons(group)))
             except* UnservableModel as group:
                 log.error("the engine cannot serve this model", extra=fields(reason=_reasons(group)))
+                self.last_words = _reasons(group, named=False)
                 self._service.stop(EXIT_UNSERVABLE)
             if loop.time() - born_s > GOOD_LIFE_S:
                 pause_s = FIRST_PAUSE_S
@@ -115,8 +118,8 @@ class Agent:
         self._service.stop()
 
 
-def _reasons(group: BaseExceptionGroup[BaseException]) -> str:
-    """One line: what the leaves of a group say."""
+def _reasons(group: BaseExceptionGroup[BaseException], *, named: bool = True) -> str:
+    """One line: what the leaves of a group say, each with its type if `named`."""
     leaves: list[BaseException] = []
     waiting: list[BaseException] = [group]
     while waiting:
@@ -125,4 +128,5 @@ def _reasons(group: BaseExceptionGroup[BaseException]) -> str:
             waiting += cast(BaseExceptionGroup[BaseException], error).exceptions
         else:
             leaves.append(error)
-    return "; ".join(dict.fromkeys(f"{type(error).__name__}: {error}" for error in leaves))
+    texts = (f"{type(error).__name__}: {error}" if named else " ".join(str(error).split()) for error in leaves)
+    return "; ".join(dict.fromkeys(texts))

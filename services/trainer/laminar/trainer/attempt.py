@@ -72,7 +72,7 @@ class Attempt:
                 raise InputFailure(f"The checkpoint {folder} is of step {step}, not {choice.checkpoint.step}.")
             self._checkpointed_step = step
         if self._ranks.is_first:
-            begun = self._books.begin(step)
+            begun = self._books.begin(step, choice.num_damaged)
             log.info(
                 "attempt begins",
                 extra=fields(attempt=self._settings.attempt, restored_step=step, damaged=choice.num_damaged),

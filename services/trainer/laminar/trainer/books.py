@@ -54,8 +54,8 @@ class Books:
         params = {} if at_most is None else {"at_most": at_most}
         return self._client.get_json("/v1/trainer/resume", ResumePoint, deadline_s=CALL_DEADLINE_S, params=params)
 
-    def begin(self, restored_step: int) -> BeginAttemptReply:
-        body = BeginAttempt(attempt=self._attempt, restored_step=restored_step)
+    def begin(self, restored_step: int, num_damaged: int = 0) -> BeginAttemptReply:
+        body = BeginAttempt(attempt=self._attempt, restored_step=restored_step, num_damaged=num_damaged)
         return self._client.post_json("/v1/trainer/begin", body, BeginAttemptReply, deadline_s=CALL_DEADLINE_S)
 
     def reserve(self, step: int, parent: int | None) -> ReservedVersion:

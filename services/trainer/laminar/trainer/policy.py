@@ -13,6 +13,7 @@ from typing import Any, Protocol, cast
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -62,7 +63,7 @@ class Policy:
             loaded: object = transformers.AutoModelForCausalLM.from_pretrained(
                 folder.path, dtype=torch.float32, local_files_only=True, output_loading_info=True
             )
-        except (ValueError, KeyError, OSError, RuntimeError, ImportError) as error:
+        except (ValueError, KeyError, OSError, RuntimeError, ImportError, SafetensorError) as error:
             # transformers raises all of these for an architecture it does not know or weights of another shape.
             raise InputFailure(
                 f"transformers {transformers.__version__} cannot load {folder.path} as a causal language model: "

@@ -1,8 +1,11 @@
-"""The publisher: a thread that brings each version to the master relay and keeps its bytes until it is visible.
+"""The publisher: a thread that brings each version to the master relay and keeps its bytes until the next is due.
 
     training thread   buffer() -> copy the weights -> submit()          (the only time training stands still)
-    publisher thread  reserve -> hash -> hand over to the master -> wait until visible
+    publisher thread  reserve -> hash -> hand over to the master -> wait until visible -> wait for the next
                                   ^ again, the same bytes, when the epoch or the master changes
+
+A visible version is still offered to every new master: if all relays that held it die together, nobody else has it,
+and replicas would wait for it for ever.
 
 There are two buffers: the thread keeps one while the training thread fills the other. A version that is still being
 handed over makes the next one wait; one that lies in a master's memory but is not visible yet gives way to the next.
@@ -34,6 +37,8 @@ POLL_S = 0.5
 SILENCE_S = 10.0
 """A master that takes no byte for this long is lost; the driver's next epoch names another."""
 VISIBLE_DEADLINE_S = 300.0
+KEEP_CHECK_S = 1.0
+"""How late a change of the chain is noticed once a version is visible."""
 
 
 class HandOver(Protocol):
@@ -70,7 +75,7 @@ class Route:
 class Publisher:
     """Owner: rank 0's training thread. Life of a publication: submitted -> handed over -> visible | given way.
 
-    Invariant: the bytes of the newest submitted publication stay unchanged until it is visible.
+    Invariant: the bytes of the newest publication that was taken up stay unchanged until the next one is.
     """
 
     def __init__(
@@ -172,9 +177,10 @@ class Publisher:
             view = books.publication(reserved.version, route.epoch, POLL_S)
             if view.visible:
                 self._mark_visible(publication.step)
+            if self._may_leave(handed_over=view.visible or held_by is not None):
                 return
-            if self._may_leave(handed_over=held_by is not None):
-                return
+            if view.visible:
+                self._rest()
             route = Route(view.epoch, view.master)
 
     def _manifest(self, publication: Publication, version: int) -> Manifest:
@@ -220,6 +226,12 @@ class Publisher:
             self._visible_step = step
             self._handed_over = self._pending is None
             self._changed.notify_all()
+
+    def _rest(self) -> None:
+        """Until there is something new to publish, or it is time to look at the chain again."""
+        with self._changed:
+            if self._pending is None and not self._closing:
+                self._changed.wait(KEEP_CHECK_S)
 
     def _may_leave(self, *, handed_over: bool) -> bool:
         """A newer publication waits and this one was handed over at least once; or the owner closes."""
