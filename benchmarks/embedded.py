@@ -156,9 +156,10 @@ def beside_trl(scratch: Path, seed: int, num_steps: int) -> None:
     )
     command = [peer_python(), ROOT / "benchmarks" / "peers" / "trl_grpo.py", "--model", recipe("arithmetic-tiny")]
     command += ["--data", recipe("chain-sum"), "--steps", str(num_steps), "--threads", "2", "--seed", str(seed)]
+    variables = environment(OMP_NUM_THREADS="2")
     done = subprocess.run(
-        command, env=environment(OMP_NUM_THREADS="2"), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True
-    )  # fmt: skip
+        command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True
+    )
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"step"')]
     trl_s = seconds_to_gain([row["reward"] for row in rows], [row["t_s"] for row in rows])
     detail = f"ours {ours_s} s, TRL {trl_s} s to +{GAIN} over {num_steps} steps, seed {seed}"

@@ -129,11 +129,16 @@ def _print_ending(console: Console, result: Result, run: RunFolder, total: Summa
     for name, text in result.conditions.items():
         if text:
             console.print(f"{name}: {text}", style="yellow", markup=False, highlight=False)
-    # Paths are never wrapped or cut: people copy them.
-    for name, path in (("report", run.path / "report.html"), ("model", run.model)):
+    _print_where(console, result, run)
+
+
+def _print_where(console: Console, result: Result, run: RunFolder) -> None:
+    """Where things lie. Paths are never wrapped or cut: people copy them."""
+    places = [("report", run.path / "report.html"), ("model", run.model)]
+    if result.phase == "failed":
+        places.append(("logs", run.path / "logs"))
+    for name, path in places:
         if path.exists():
             console.print(f"{name}  {path}", markup=False, highlight=False, soft_wrap=True)
     if result.phase == "stopped":
         console.print("Run the same command again to go on.", highlight=False)
-    elif result.phase == "failed":
-        console.print(f"logs  {run.path / 'logs'}", markup=False, highlight=False, soft_wrap=True)
