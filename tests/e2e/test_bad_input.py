@@ -291,12 +291,19 @@ def test_responses_whose_reward_fails_are_left_out_and_counted_and_the_run_goes_
 
 
 def test_a_reward_that_always_fails_ends_the_job_with_the_reason(make_job: Callable[..., Any], desk: Desk) -> None:
-    desk.reward.write_text("def score(prompt, response, answer):\n    raise KeyError('api key')\n")
-    job = make_job(desk.job(steps=6))
+    desk.reward.write_text(
+        "import time\n"
+        "def score(prompt, response, answer):\n"
+        "    if len(response) % 4 == 0:\n"
+        "        time.sleep(3600)\n"
+        "    raise KeyError('api key')\n"
+    )
+    job = make_job(desk.job(steps=6, timeout_s=0.2))
     job.start()
     assert job.wait_end() == EXIT_FAILED
     reason = job.output[-1]["reason"]
-    assert "responses in a row could not be graded" in reason and "KeyError: 'api key'" in reason
+    assert "responses in a row could not be graded" in reason
+    assert "KeyError: 'api key'" in reason or "not done within 0.2 s" in reason
     job.assert_nothing_left()
     report = job.audit()
     assert report["consumed"] == 16 * report["committed_step"]
