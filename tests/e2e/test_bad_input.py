@@ -235,6 +235,7 @@ def test_a_run_folder_keeps_to_its_job_and_survives_damaged_checkpoints(
     assert report["discarded"].get("tooLong", 0) in (0, 4)
     left_out = {"missingAnswer": 1, "missingPrompt": 2, "tooLong": 1}
     assert job.output[-1]["skipped_prompts"] == left_out
+    assert json.loads(laminar("status", job.folder, "--json").stdout)["skipped_prompts"] == left_out
     assert job.events("data") == ["prompts left out: 1 missingAnswer, 2 missingPrompt, 1 tooLong"]
 
     other = laminar("run", desk.write("other.yaml", desk.job(name="other")), "--run", job.folder)

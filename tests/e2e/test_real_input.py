@@ -24,7 +24,9 @@ spec:
   model: {{source: "file:{models}/chat"}}
   data: {{train: {{source: "file:dapo.parquet", promptField: prompt, answerField: reward_model.ground_truth}}}}
   evaluations: [{{name: held-out, source: "file:heldout.jsonl"}}]
-  rewards: [{{name: right, type: math}}]
+  rewards:
+    - {{name: right, type: math}}
+    - {{name: brief, type: python, function: "rewards.py:short", weight: 0.1}}
   sampling: {{maxResponseTokens: 24}}
   algorithm: {{promptsPerStep: 4, samplesPerPrompt: 4, miniBatchTrajectories: 4, learningRate: 1.0e-3}}
   trainer: {{checkpoint: {{everySteps: 1, keep: 2}}}}
@@ -57,6 +59,7 @@ def short(prompt, response, answer):
 def begins(prompt, response, answer):
     return float(response[:1] in FIRST)
 '''
+WORDS = "FIRST = frozenset('abcdefghijklmnopqrstuvwxyz')\n"
 
 
 def write_dapo(path: Path) -> None:
@@ -89,6 +92,8 @@ def test_a_chat_model_trains_on_the_layout_of_dapo_math_and_every_command_shows_
 ) -> None:
     job = make_job(DAPO.format(models=tiny_models))
     write_dapo(job.job_file.parent / "dapo.parquet")
+    (job.job_file.parent / "rewards.py").write_text(REWARDS)
+    (job.job_file.parent / "words.py").write_text(WORDS)
     row = {"prompt": "What is 1 + 1?", "answer": 2}
     (job.job_file.parent / "heldout.jsonl").write_text(json.dumps(row) + "\n")
     assert "is valid: dapo, 2 steps" in answer(laminar, "validate", job.job_file)
@@ -97,13 +102,14 @@ def test_a_chat_model_trains_on_the_layout_of_dapo_math_and_every_command_shows_
 
     rows = steps_of(job)
     assert [row["num_samples"] for row in rows] == [16, 16]
-    assert all(row["stats"]["updates"] == 4 for row in rows), rows
+    # Four a step; one whose only group has equal rewards has nothing to learn from.
+    assert all(2 <= row["stats"]["updates"] <= 4 for row in rows), [row["stats"] for row in rows]
     evaluations = {(row["name"], row["mode"], row["point"]) for row in job.output[-1]["evaluations"]}
     assert evaluations == {("held-out", mode, point) for mode in ("sampled", "greedy") for point in ("first", "last")}
     assert list((job.folder / "tensorboard").glob("events.out.tfevents.*"))
 
     status = json.loads(answer(laminar, "status", job.folder, "--json"))
-    assert status["result"]["phase"] == "complete" and len(status["steps"]) == 2, status
+    assert status["phase"] == "complete" and len(status["reward_curve"]) == 2 and not status["counts"]["open"], status
     shown = [json.loads(line) for line in answer(laminar, "samples", job.folder, "--step", 2, "--json").splitlines()]
     assert shown and all(item["prompt"].startswith("<|user|>Solve step by step") for item in shown)
     assert all(item["prompt"].endswith("<|end|><|assistant|>") for item in shown)
@@ -128,7 +134,7 @@ def test_the_synchronous_schedule_has_no_staleness_on_two_ranks_with_python_rewa
     job = make_job(SYNCHRONOUS.format(models=tiny_models))
     folder = job.job_file.parent
     (folder / "rewards.py").write_text(REWARDS)
-    (folder / "words.py").write_text("FIRST = frozenset('abcdefghijklmnopqrstuvwxyz')\n")
+    (folder / "words.py").write_text(WORDS)
     rows = [{"question": {"text": f"word {n}"}, "answer": n % 2 == 0} for n in range(20)]
     (folder / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     job.start()

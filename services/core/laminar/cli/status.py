@@ -171,6 +171,8 @@ def as_json(path: Path) -> str:
         "last_step": found.steps[-1].model_dump(mode="json") if found.steps else None,
         "evaluations": [row.model_dump(mode="json") for row in found.evaluations],
         "counts": asdict(found.audit) if found.audit else None,
+        "conditions": found.result.conditions if found.result else {},
+        "skipped_prompts": found.result.skipped_prompts if found.result else {},
     }  # fmt: skip
     total = resting_summary(job, found)
     if total is not None:
