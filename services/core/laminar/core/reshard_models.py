@@ -270,7 +270,7 @@ def model_from_config(config: Mapping[str, object]) -> Model:
 def _architecture(config: Mapping[str, object]) -> Architecture:
     names = _list(config, "architectures")
     known = {item.value: item for item in Architecture}
-    if not names or names[0] not in known:
+    if not names or str(names[0]) not in known:
         raise UnfitModel(f"architectures is {names!r}; known: {', '.join(known)}")
     return known[str(names[0])]
 
