@@ -184,6 +184,12 @@ def test_a_folder_with_other_things_is_never_taken_for_a_run(refused: Any, desk:
     assert thesis.read_text() == "years of work"
 
 
+def test_data_in_another_format_is_refused(refused: Any, desk: Desk) -> None:
+    assert "neither .jsonl nor .parquet" in refused(data=desk.write("rows.csv", "prompt,answer\n1,2\n"))
+    assert "is not a parquet file" in refused(data=desk.write("rows.parquet", "prompt,answer\n1,2\n"))
+    assert "is a folder" in refused(data=desk.model)
+
+
 # --- refused by a service, which alone can know -----------------------------------------------------------------
 
 

@@ -50,7 +50,7 @@ spec:
   trainer: {{replicas: 2}}
   rollout: {{replicas: 2}}
 """
-REWARDS = '''
+REWARDS = """
 from words import FIRST
 
 def short(prompt, response, answer):
@@ -58,7 +58,7 @@ def short(prompt, response, answer):
 
 def begins(prompt, response, answer):
     return float(response[:1] in FIRST)
-'''
+"""
 WORDS = "FIRST = frozenset('abcdefghijklmnopqrstuvwxyz')\n"
 
 

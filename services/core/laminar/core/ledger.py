@@ -139,23 +139,14 @@ class Ledger:
         """What this life of a replica may write now."""
         return [s for g in self.groups.values() for s in g.samples if s.holder == holder and s.state in RUNNING]
 
-    def unfinished_versions(self) -> set[int]:
-        """Versions that running samples are bound to."""
-        return {
-            sample.version
-            for group in self.groups.values()
-            for sample in group.samples
-            if sample.version is not None and sample.state is SampleState.LEASED
-        }
-
     # --- leases -------------------------------------------------------------------------------------------------
 
     def lease(self, holder: Holder, version: int | None, now_wall_s: float) -> LeaseDecision:
         """Answer a replica whose batch has ended. A replica that still holds running samples gets those again: the
         earlier answer was lost on the way. A newer visible version comes before any grant."""
         running = [sample for sample in self.held_by(holder) if sample.state is SampleState.LEASED]
-        if running and all(sample.version == version for sample in running):
-            return Grant(version or 0, tuple(running))
+        if running and version is not None and all(sample.version == version for sample in running):
+            return Grant(version, tuple(running))
         newest = self._register.newest
         if newest is None or self.finished:
             return Wait()
@@ -316,10 +307,7 @@ class Ledger:
     def lose(self, source: Holder, destinations: Iterable[Destination], reason: str) -> list[Moved]:
         """A replica is suspect, dead or superseded: each sample it holds gets a new term, elsewhere or nowhere yet."""
         held = {sample.key: sample for sample in self.held_by(source)}
-        lost = [
-            Lost(s.key, s.version if s.version is not None else -1, s.length, s.state is SampleState.FINISHED)
-            for s in held.values()
-        ]
+        lost = [_lost(sample) for sample in held.values()]
         others = [destination for destination in destinations if destination.holder != source]
         return [
             self._move(held[redirect.key], source, redirect.to, f"{reason}: {redirect.reason}")
@@ -398,7 +386,7 @@ class Ledger:
         if step <= self.committed_step:
             return []
         if step != self.committed_step + 1 or step not in self.batches:
-            raise StepConflict(f"step {step} cannot be committed: {self.committed_step} is the last, not sealed")
+            raise StepConflict(f"step {step} is not sealed, or not the next one after step {self.committed_step}")
         groups = self.batch_groups(step)
         for group in groups:
             group.state = GroupState.CONSUMED
@@ -463,3 +451,8 @@ class Ledger:
         """The last step is done: what is still open can be used by nobody."""
         for group in list(self.groups.values()):
             self._discard_group(group, DiscardReason.SURPLUS, "the last step was committed")
+
+
+def _lost(sample: Sample) -> Lost:
+    assert sample.version is not None, f"sample {sample.key} is held without a version"
+    return Lost(sample.key, sample.version, sample.length, ended=sample.state is SampleState.FINISHED)

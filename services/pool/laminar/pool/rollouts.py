@@ -36,7 +36,6 @@ from laminar.wire.dataplane import (
     LeaseReply,
     ProgressCall,
     ProgressReply,
-    RelayAddress,
     SampleGrant,
     Verdict,
 )
@@ -46,7 +45,6 @@ EVAL_LEASES_OF_RUNNING = 2
 """An evaluation lease holds this many times what the engine decodes together: no slot idles, and replicas share."""
 MAX_EVAL_FAILURES = 3
 """Infrastructure failures after which an evaluation sample counts as ungraded."""
-NEIGHBOURS = 2
 UNGRADED = "ResponsesUngraded"
 _EVAL = "eval/"
 _OVER = frozenset({PoolPhase.COMPLETE, PoolPhase.STOPPED, PoolPhase.FAILED})
@@ -95,7 +93,7 @@ class Rollouts:
             case Wait():
                 return None
             case Refresh(version):
-                return self._refresh(version, member)
+                return self._refresh(version)
             case Grant(version, samples):
                 member.progress_s = books.clock.monotonic_s()
                 if books.first_lease_wall_s is None:
@@ -104,16 +102,14 @@ class Rollouts:
                 return LeaseReply(
                     kind=LeaseKind.GRANT, version=version, digest=books.register.row(version).digest,
                     groups=self._grants(samples), temperature=books.spec.sampling.temperature,
-                    relays=self._relays(member),
                 )  # fmt: skip
 
-    def _refresh(self, version: int, member: Member) -> LeaseReply:
-        digest = self._books.register.row(version).digest
-        return LeaseReply(kind=LeaseKind.REFRESH, version=version, digest=digest, relays=self._relays(member))
+    def _refresh(self, version: int) -> LeaseReply:
+        return LeaseReply(kind=LeaseKind.REFRESH, version=version, digest=self._books.register.row(version).digest)
 
     def _evaluate(self, round_: EvaluationRound, call: LeaseCall, member: Member) -> LeaseReply | None:
         if call.version != round_.version:
-            return self._refresh(round_.version, member)
+            return self._refresh(round_.version)
         samples = round_.lease(member.holder, EVAL_LEASES_OF_RUNNING * call.max_running)
         if not samples:
             return None
@@ -124,17 +120,7 @@ class Rollouts:
         return LeaseReply(
             kind=LeaseKind.GRANT, version=round_.version, digest=self._books.register.row(round_.version).digest,
             groups=[self._eval_grant(group, items) for group, items in by_group.items()], temperature=1.0,
-            relays=self._relays(member),
         )  # fmt: skip
-
-    def _relays(self, member: Member) -> list[RelayAddress]:
-        """This machine's relay first, then neighbours."""
-        relays = [relay for relay in self._books.members.of_role(Role.RELAY) if not relay.suspect]
-        relays.sort(key=lambda relay: (relay.register.machine != member.register.machine, relay.slot))
-        return [
-            RelayAddress(slot=relay.slot, handoff="", data_address=relay.register.data_address)
-            for relay in relays[: 1 + NEIGHBOURS]
-        ]
 
     def _grants(self, samples: Iterable[Sample]) -> list[GroupGrant]:
         by_group: dict[str, list[Sample]] = {}

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from laminar.relay.counters import Counters
-from laminar.relay.slots import SlotMemory, available_memory_bytes, page_rounded
+from laminar.relay.slots import SlotMemory, page_rounded
+from laminar.shell.memory import available_memory_bytes
 from laminar.shell.transport import Waker
 from laminar.wire.links import Held
 from laminar.wire.manifest import Manifest, digest_of
@@ -87,7 +88,10 @@ class Incoming:
 
 
 class Pin:
-    """A use of one slot by a reader or a forwarder, until `release`. The slot may still be taken away: see `stands`."""
+    """A use of one slot by a reader or a forwarder, until `release`.
+
+    The slot may still be taken away: `wait_chunk` then raises VersionLost, and a reader sees another generation.
+    """
 
     def __init__(self, store: VersionStore, slot: Slot, *, forwards: bool) -> None:
         assert slot.manifest is not None

@@ -73,7 +73,7 @@ class Fenced(RuntimeError):
 
 
 class Incarnation:
-    """See the module. `run` returns only when `leave` has been called."""
+    """See the module. `run` returns only once its `leave` is set."""
 
     def __init__(
         self, settings: RolloutSettings, client: PoolClient, member: Member, engine: Engine, graders: GraderPool,
@@ -98,10 +98,6 @@ class Incarnation:
     def stop_asked(self) -> asyncio.Event:
         """Set when the pool has told this replica to stop."""
         return self._stop_asked
-
-    @property
-    def live(self) -> int | None:
-        return self._live
 
     async def run(self, leave: asyncio.Event) -> None:
         """Until `leave` is set: then leases nothing more, hands over what was generated, and returns."""
