@@ -245,7 +245,8 @@ def test_a_stopped_job_does_not_wait_for_a_trainer_that_has_not_begun() -> None:
     """A stop while the next attempt still starts: everything committed is in a checkpoint already."""
     pool = Pool(reachable=True, stage=PoolStage.STOPPED, attempt=1)
     for trainer in (member("trainer-0", life=2), exited("trainer-0", 137, life=1)):
-        (ended,) = reconcile(replace(with_members(settled(), trainer), pool=pool))
+        stopping = settled(phase=JobPhase.STOPPING, stop_requested=True, stop_acknowledged=True)
+        (ended,) = reconcile(replace(with_members(stopping, trainer), pool=pool))
         assert isinstance(ended, SetPhase) and ended.phase is JobPhase.STOPPED
 
 

@@ -153,7 +153,7 @@ def _orderly_end(s: Snapshot) -> SetPhase | None:
         return SetPhase(JobPhase.COMPLETE, "all steps are done")
     # Whatever ended a trainer, or keeps the next one: all that is committed is in a checkpoint.
     trains = trainer is not None and trainer.exit is None and trainer.life <= s.pool.attempt
-    if s.pool.stage is PoolStage.STOPPED and not trains:
+    if s.pool.stage is PoolStage.STOPPED and (left or (s.stop_acknowledged and not trains)):
         return SetPhase(JobPhase.STOPPED, s.pool.reason or "stopped")
     return None
 

@@ -70,7 +70,7 @@ class Policy:
                 ignore_mismatched_sizes=True,  # refused below, with the shapes
             )  # fmt: skip
         except (ValueError, KeyError, OSError, RuntimeError, ImportError, SafetensorError) as error:
-                # transformers raises all of these for an architecture it does not know or files it cannot read.
+            # transformers raises all of these for an architecture it does not know or files it cannot read.
             raise InputFailure(
                 f"transformers {transformers.__version__} cannot load {folder.path} as a causal language model: "
                 f"{paragraph(error)}"
