@@ -79,3 +79,20 @@ def test_steps_that_a_rollback_took_back_leave_the_record(tmp_path: Path) -> Non
             assert recorded_steps(run) == [1, 2, 3, 4, 5]
 
     asyncio.run(scene())
+
+
+def test_a_last_look_at_a_pool_that_just_died_is_taken_again_at_its_next_life(tmp_path: Path) -> None:
+    """Otherwise the newest steps and the last evaluation would be missing in the record for good."""
+
+    async def scene() -> None:
+        async with Pool().server() as server:
+            url, port = str(server.make_url("")), server.port
+        async with PoolClient(url, "t", "u", 1, "driver") as client:
+            recorder = Recorder(client, run := RunFolder(tmp_path), QuietView(io.StringIO()))
+            assert not await recorder.finish(pool_answers=False)
+            app = Pool().server().app
+            async with TestServer(app, port=port):
+                assert await recorder.finish(pool_answers=True)
+            assert recorded_steps(run) == list(range(1, STEPS + 1))
+
+    asyncio.run(scene())

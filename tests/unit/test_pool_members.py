@@ -83,6 +83,15 @@ def test_time_in_which_the_pool_itself_did_not_run_counts_for_nobody() -> None:
     assert ticked(members, 32.5, 34.0) == ["rollout-0"], "a full silent period of its own has passed"
 
 
+def test_who_falls_silent_right_after_a_pause_of_the_pool_is_suspect_as_soon_as_ever() -> None:
+    members = Members([], 0.0)
+    members.join(call(), 0.0)
+    members.tick(TICK_S)
+    members.beat(beat(), 30.0)  # read before the late tick
+    assert members.tick(30.0) == []
+    assert ticked(members, 30.0, 30.0 + SILENT_S + 2 * TICK_S) == ["rollout-0"]
+
+
 def test_a_restarted_pool_grants_a_full_silent_period_to_members_it_knows_from_its_store() -> None:
     members = Members([StoredMember(call(), 3, fenced=False)], 1000.0)
     assert ticked(members, 1000.0, 1000.0 + SILENT_S) == []

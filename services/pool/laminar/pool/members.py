@@ -230,8 +230,9 @@ class Members:
             self._stood_still_s = now_s
         if lag_s > LAG_S:
             for member in self._members.values():
-                member.heard_s += lag_s
-                member.progress_s += lag_s
+                # Whoever was heard since the pause needs no allowance for it.
+                member.heard_s = min(now_s, member.heard_s + lag_s)
+                member.progress_s = min(now_s, member.progress_s + lag_s)
         silent = [m for m in self.all() if not (m.suspect or m.fenced) and now_s - m.heard_s > SILENT_S]
         for member in silent:
             member.suspect = True
