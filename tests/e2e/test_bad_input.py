@@ -375,7 +375,8 @@ def test_a_disk_that_fills_up_stops_the_run_until_there_is_room_and_loses_nothin
     make_disk: Callable[[int], Disk], desk: Desk, until: Any, make_job: Callable[..., Any]
 ) -> None:
     disk = make_disk(256)
-    job = make_job(desk.job(steps=24), str(disk.folder / "job"))
+    # `keep` missed saves in a row end a job: that rule has its own test, so here it must not be reached.
+    job = make_job(desk.job(steps=24).replace("keep: 2", "keep: 20"), str(disk.folder / "job"))
     job.stderr_file = desk.folder / "driver.stderr"
     job.start()
     job.wait_step(4)
@@ -389,20 +390,13 @@ def test_a_disk_that_fills_up_stops_the_run_until_there_is_room_and_loses_nothin
     disk.free()
     job.wait_step(step + 2)
 
-    # With a process to replace there is something that must be on disk first: that ends the run, with the reason.
+    # A process to replace needs something on disk first: the driver waits for room, too.
     until("the pool says that it waits", noticed)
+    attempt = job.status()["attempt"]
     job.kill(job.pid("trainer-0"))
-
-    def ended() -> bool:
-        disk.fill()
-        return job.driver.poll() is not None
-
-    until("the driver gives up", ended)
-    assert job.wait_end() == EXIT_FAILED
-    assert "No space left on device" in job.output[-1]["reason"]
-    job.assert_nothing_left()
+    until("the trainer is gone", lambda: not job.pids("-m laminar.trainer "))
+    assert job.driver.poll() is None and job.status()["attempt"] == attempt
     disk.free()
-    job.audit()
-    job.start()
-    job.assert_complete_and_clean(24)
+    report = job.assert_complete_and_clean(24)
+    assert report["committed_step"] == 24
     assert "Traceback" not in job.stderr_file.read_text()

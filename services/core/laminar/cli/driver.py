@@ -9,6 +9,7 @@ on disk before anybody hears of it. Beside the loop: the follower of the pool's 
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,6 +53,7 @@ from laminar.shell.client import PoolClient
 from laminar.wire import messages
 from laminar.wire.messages import Ack, ChainEpoch, ChainMember, Event, MemberView
 
+DISK_FULL = "DiskFull"
 TURN_S = 0.5
 CALL_S = 1.5
 """A call that changes something; one that fails is made again at the next turn."""
@@ -145,12 +147,21 @@ class Driver:
                 for action in reconcile(self._observe()):
                     await self._apply(action)
             except OSError as error:
-                # A full disk or no more processes: what is stored is whole, so the run can go on later.
-                self._phase = JobPhase.FAILED
-                self._reason = f"{error.filename or 'a process could not be started'}: {error.strerror or error}"
+                self._cannot_act(error)
+            else:
+                self._conditions.pop(DISK_FULL, None)
             if self._phase.ended and not self._children.running:
                 return
             await self._turn()
+
+    def _cannot_act(self, error: OSError) -> None:
+        """What must be stored before it is done could not be. Without room on the disk the next turn tries again;
+        anything else ends the run: what is stored is whole, so it can go on later."""
+        what = f"{error.filename or 'a process could not be started'}: {error.strerror or error}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            self._conditions[DISK_FULL] = f"{what}; nothing is started or replaced until there is room"
+        else:
+            self._phase, self._reason = JobPhase.FAILED, what
 
     async def _turn(self) -> None:
         """Until there is news, or for half a second: deadlines pass without any."""
@@ -316,7 +327,6 @@ class Driver:
     # Do.
 
     async def _apply(self, action: Action) -> None:
-        self._announce(action)
         match action:
             case Create():
                 self._create(action)
@@ -334,6 +344,7 @@ class Driver:
                 await self._set_phase(action)
             case SetCondition():
                 self._conditions[action.name] = action.text
+        self._announce(action)
 
     def _announce(self, action: Action) -> None:
         """What the pool does not say itself, and is no matter of course."""

@@ -104,15 +104,19 @@ class Incarnation:
     async def run(self, leave: asyncio.Event) -> None:
         """Until `leave` is set: then leases nothing more, hands over what was generated, and returns."""
         async with asyncio.TaskGroup() as tasks:
+            last_beat = asyncio.Event()
+            beating = tasks.create_task(self._member.heartbeat_loop(self._heartbeat, until=last_beat), name="heartbeat")
             loops = [
-                tasks.create_task(self._member.heartbeat_loop(self._heartbeat), name="heartbeat"),
                 tasks.create_task(self._command_loop(), name="commands"),
                 tasks.create_task(self._grade_loop(), name="grades"),
             ]
             flushing = tasks.create_task(self._flush_loop(), name="flush")
             working = tasks.create_task(self._work(), name="work")
             await leave.wait()
-            await self._leave(flushing)
+            await self._hand_over(flushing)
+            last_beat.set()
+            await beating  # a beat still under way must not arrive after the goodbye
+            await self._say_goodbye()
             for task in (*loops, working):
                 task.cancel()
 
@@ -328,8 +332,8 @@ class Incarnation:
 
     # The end.
 
-    async def _leave(self, flushing: asyncio.Task[None]) -> None:
-        """Pauses the engine, sends what it has generated, says goodbye. Bounded; the pool may be away."""
+    async def _hand_over(self, flushing: asyncio.Task[None]) -> None:
+        """Pauses the engine and sends what it has generated. Bounded; the pool may be away."""
         started = self._state is not MemberState.STARTING
         self._state = MemberState.DRAINING
         flushing.cancel()
@@ -341,8 +345,13 @@ class Incarnation:
             async with asyncio.timeout(FLUSH_LIMIT_S):
                 while await self._flush(everything=True, deadline_s=FLUSH_LIMIT_S):
                     continue
-            self._state = MemberState.STOPPED
-            await self._client.post_json("/v1/heartbeat", self._heartbeat(), HeartbeatReply, deadline_s=1.0)
         except (TimeoutError, Unreachable, Refused) as error:
             unsent_bytes = self._book.unsent_bytes
             log.warning("left without the pool's answer", extra=fields(reason=error, unsent_bytes=unsent_bytes))
+
+    async def _say_goodbye(self) -> None:
+        self._state = MemberState.STOPPED
+        try:
+            await self._client.post_json("/v1/heartbeat", self._heartbeat(), HeartbeatReply, deadline_s=1.0)
+        except (Unreachable, Refused) as error:
+            log.info("nobody heard the goodbye", extra=fields(reason=error))
