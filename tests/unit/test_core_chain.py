@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar.core.chain import ChainNode, Place, RelayView, UpstreamVerdict, judge_upstream, plan_chain
+from laminar.core.chain import ChainNode, Place, RelayView, Standing, UpstreamVerdict, judge_upstream, plan_chain
 from laminar.core.identity import Epoch, Incarnation, Version
 
 
@@ -85,27 +85,27 @@ def test_any_change_keeps_survivors_in_order_and_puts_weights_upstream(seed: int
 
 
 def place(epoch: int, linked: int | None = None, slot: str = "b") -> Place:
-    return Place(slot, Epoch(epoch), ("a", "b", "c"), None if linked is None else Epoch(linked))
+    return Place(slot, Epoch(epoch), ("a", "b", "c"), None if linked is None else Standing(Epoch(linked)))
 
 
 def test_the_upstream_that_the_list_names_is_accepted() -> None:
-    assert judge_upstream(place(3), "a", Epoch(3)) is UpstreamVerdict.ACCEPT
+    assert judge_upstream(place(3), "a", Standing(Epoch(3))) is UpstreamVerdict.ACCEPT
 
 
 def test_an_upstream_of_a_lower_epoch_is_refused() -> None:
-    assert judge_upstream(place(3), "a", Epoch(2)) is UpstreamVerdict.LOWER_EPOCH
+    assert judge_upstream(place(3), "a", Standing(Epoch(2))) is UpstreamVerdict.LOWER_EPOCH
 
 
 def test_another_member_of_the_same_epoch_is_refused() -> None:
-    assert judge_upstream(place(3), "c", Epoch(3)) is UpstreamVerdict.NOT_UPSTREAM
+    assert judge_upstream(place(3), "c", Standing(Epoch(3))) is UpstreamVerdict.NOT_UPSTREAM
 
 
 def test_an_upstream_of_a_later_epoch_is_accepted_before_the_list_arrives() -> None:
-    assert judge_upstream(place(3), "c", Epoch(4)) is UpstreamVerdict.ACCEPT
+    assert judge_upstream(place(3), "c", Standing(Epoch(4))) is UpstreamVerdict.ACCEPT
 
 
 def test_once_a_later_upstream_is_linked_the_listed_one_is_refused() -> None:
-    assert judge_upstream(place(3, linked=4), "a", Epoch(3)) is UpstreamVerdict.LOWER_EPOCH
+    assert judge_upstream(place(3, linked=4), "a", Standing(Epoch(3))) is UpstreamVerdict.LOWER_EPOCH
 
 
 def test_a_master_that_accepted_a_later_upstream_is_no_master() -> None:

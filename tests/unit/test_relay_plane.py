@@ -13,8 +13,10 @@ import pytest
 
 from laminar.relay.plane import DataPlane, LowerEpoch
 from laminar.relay.serving import Credentials
+from laminar.relay.store import StoreSizes
+from laminar.shell.feeding import Feed
 from laminar.shell.handoff import SlotReused, VersionGone, WeightsMap, open_version
-from laminar.shell.handover import PURPOSE, HandedOver, HandOverRefused, announce, hand_over, send_chunk
+from laminar.shell.handover import PURPOSE, HandedOver, HandOverRefused, hand_over
 from laminar.shell.transport import (
     PeerLost,
     SocketConn,
@@ -25,7 +27,7 @@ from laminar.shell.transport import (
     recv_message,
     send_message,
 )
-from laminar.wire.links import SMALL_MESSAGE_BYTES, Answer, Hello, LinkKind, OfferVerdict, Welcome
+from laminar.wire.links import SMALL_MESSAGE_BYTES, Hello, LinkKind, OfferVerdict, Welcome
 from laminar.wire.manifest import Manifest, layout, make_manifest
 from laminar.wire.messages import ChainEpoch, ChainMember
 
@@ -57,7 +59,7 @@ class Relay:
         listener = listen_tcp(socket.create_server(("127.0.0.1", 0)))
         self.address = listener.address
         self.plane = DataPlane(
-            self.slot, Credentials(TOKEN, UID), 3, listener, listen_unix(self.handoff), lambda: None
+            self.slot, Credentials(TOKEN, UID), StoreSizes(2), listener, listen_unix(self.handoff), lambda: None
         )  # fmt: skip
         self.plane.start()
 
@@ -103,19 +105,24 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
         relay.plane.close()
 
 
-def half_handed_over(relay: Relay, version: int) -> SocketConn:
+def half_handed_over(relay: Relay, version: int) -> tuple[SocketConn, Feed]:
     """A trainer that stops after two chunks, its connection still open."""
     manifest, buffer = weights(version)
     conn = connect(relay.address, 5)
     prove_as_client(conn, TOKEN, UID, PURPOSE)
     send_message(conn, Hello(kind=LinkKind.HANDOVER, slot="trainer", attempt=1))
     recv_message(conn, Welcome, SMALL_MESSAGE_BYTES)
-    announce(conn, manifest, 5)
-    assert recv_message(conn, Answer, SMALL_MESSAGE_BYTES).verdict is OfferVerdict.SEND
-    for index in (0, 1):
+    feed = Feed(conn)
+    assert feed.announce(manifest).verdict is OfferVerdict.SEND
+    send_chunks(feed, version, range(2))
+    return conn, feed
+
+
+def send_chunks(feed: Feed, version: int, indices: range) -> None:
+    manifest, buffer = weights(version)
+    for index in indices:
         start, end = manifest.chunk_range(index)
-        send_chunk(conn, index, memoryview(buffer)[start:end], 5)
-    return conn
+        feed.send_chunk(index, memoryview(buffer)[start:end])
 
 
 def test_a_published_version_is_byte_equal_on_every_relay(scene: Scene) -> None:
@@ -257,13 +264,10 @@ def test_an_upstream_of_a_later_epoch_feeds_a_relay_that_has_not_heard_of_it(sce
 def test_a_broadcast_under_way_survives_a_join_at_the_tail(scene: Scene) -> None:
     first, second, third = scene.add(), scene.add(), scene.add()
     scene.chain(first, second)
-    conn = half_handed_over(first, 1)
+    conn, feed = half_handed_over(first, 1)
     until(lambda: second.plane.view().counters.received_bytes == 2 * CHUNK)
     scene.chain(first, second, third)
-    manifest, buffer = weights(1)
-    for index in range(2, manifest.num_chunks):
-        start, end = manifest.chunk_range(index)
-        send_chunk(conn, index, memoryview(buffer)[start:end], 5)
+    send_chunks(feed, 1, range(2, SIZE // CHUNK))
     until(lambda: all(relay.held() == [1] for relay in scene.relays))
     conn.close()
     assert second.plane.view().counters.received_bytes == SIZE
@@ -272,7 +276,7 @@ def test_a_broadcast_under_way_survives_a_join_at_the_tail(scene: Scene) -> None
 def test_chunks_are_forwarded_before_the_version_is_whole(scene: Scene) -> None:
     relays = [scene.add() for _ in range(3)]
     scene.chain(*relays)
-    conn = half_handed_over(relays[0], 1)
+    conn, _ = half_handed_over(relays[0], 1)
     until(lambda: relays[2].plane.view().counters.received_bytes == 2 * CHUNK)
     assert relays[0].held() == []
     conn.close()
@@ -281,18 +285,43 @@ def test_chunks_are_forwarded_before_the_version_is_whole(scene: Scene) -> None:
 def test_a_trainer_that_dies_half_way_leaves_nothing_readable_and_the_next_attempt_publishes(scene: Scene) -> None:
     relays = [scene.add() for _ in range(3)]
     scene.chain(*relays)
-    conn = half_handed_over(relays[0], 1)
+    conn, _ = half_handed_over(relays[0], 1)
     until(lambda: relays[2].plane.view().counters.received_bytes == 2 * CHUNK)
     conn.close()
-    until(lambda: relays[0].plane.view().counters.aborted_versions == 1)
     scene.publish(relays[0], 2, attempt=2)
     until(lambda: all(relay.held() == [2] for relay in relays))
+    assert all(relay.plane.view().counters.aborted_versions == 1 for relay in relays)
+
+
+def test_a_trainer_whose_connection_broke_goes_on_after_the_chunks_that_are_there(scene: Scene) -> None:
+    relays = [scene.add() for _ in range(3)]
+    scene.chain(*relays)
+    conn, _ = half_handed_over(relays[0], 1)
+    until(lambda: relays[2].plane.view().counters.received_bytes == 2 * CHUNK)
+    conn.close()
+    assert scene.publish(relays[0], 1) is HandedOver.SENT
+    until(lambda: all(relay.held() == [1] for relay in relays))
+    counters = [relay.plane.view().counters for relay in relays]
+    assert [counter.received_bytes for counter in counters] == [SIZE] * 3
+    assert counters[0].resumed_versions == 1
+
+
+def test_a_half_version_goes_on_from_another_upstream_after_a_new_list(scene: Scene) -> None:
+    first, second, third = (scene.add() for _ in range(3))
+    scene.chain(first, second, third)
+    conn, feed = half_handed_over(first, 1)
+    until(lambda: third.plane.view().counters.received_bytes == 2 * CHUNK)
+    scene.chain(first, third)
+    send_chunks(feed, 1, range(2, SIZE // CHUNK))
+    until(lambda: third.held() == [1])
+    assert third.plane.view().counters.received_bytes == SIZE
+    conn.close()
 
 
 def test_a_stuck_trainer_is_replaced_by_the_next_attempt(scene: Scene) -> None:
     first, second = scene.add(), scene.add()
     scene.chain(first, second)
-    conn = half_handed_over(first, 1)
+    conn, _ = half_handed_over(first, 1)
     scene.publish(first, 2, attempt=2)
     until(lambda: second.held() == [2])
     with pytest.raises(PeerLost):
@@ -303,9 +332,10 @@ def test_a_stuck_trainer_is_replaced_by_the_next_attempt(scene: Scene) -> None:
 def test_a_master_that_is_deposed_drops_what_a_trainer_still_sends(scene: Scene) -> None:
     first, second = scene.add(), scene.add()
     scene.chain(first, second)
-    conn = half_handed_over(first, 1)
+    conn, _ = half_handed_over(first, 1)
     scene.chain(second, first)
-    until(lambda: first.plane.view().counters.aborted_versions >= 1)
+    with pytest.raises(PeerLost):
+        conn.recv_into(memoryview(bytearray(1 << 16)), 5)
     assert scene.publish(second, 1) is HandedOver.SENT
     until(lambda: first.held() == [1])
     conn.close()

@@ -185,6 +185,15 @@ class Rollout(SpecModel):
 
 class Relay(SpecModel):
     keep_versions: int = Field(default=2, ge=2, le=64, description="Complete versions that each relay keeps.")
+    retain_slots: int = Field(
+        default=0, ge=0, le=64,
+        description="Slots more, for older versions that unfinished trajectories still need. Each costs one version "
+        "of memory on every rollout machine.",
+    )  # fmt: skip
+    read_deadline_seconds: float = Field(
+        default=30.0, gt=0, le=3600,
+        description="For how long an engine that reads a version keeps its slot from being taken for a newer one.",
+    )  # fmt: skip
 
 
 class TensorBoard(SpecModel):
