@@ -6,12 +6,18 @@ judges each incoming chain connection against the list it has (`judge_upstream`)
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from laminar.core.identity import Epoch, Incarnation, Version
+
+REJOIN_AFTER_S = 5.0
+"""Longer than the pool needs to suspect a silent member: one that hangs does not come back in between."""
+MISSED_BEAT_S = 1.3
+"""Members beat once a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +182,44 @@ class Walk:
         """The target is lost. True: there is another to try at once; False: back at the neighbour, after a pause."""
         self._position = (self._position + 1) % max(1, len(self._behind))
         return self._position > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbourhood:
+    """What one relay says of its neighbours. `silent_s`: since the pool heard that relay itself."""
+
+    slot: str
+    epoch: int | None
+    lost: tuple[str, ...]
+    silent_s: float
+
+
+class LostRelays:
+    """Members that their neighbours cannot reach, though the pool may still hear them: the next list goes without them.
+
+    A relay is believed about those behind it, for it has tried to reach them; the word of one behind about the one
+    before counts only together with the pool's own silence, since a relay that was passed by loses its upstream, too.
+    """
+
+    def __init__(self) -> None:
+        self._until_s: dict[tuple[str, int], float] = {}
+
+    def observe(
+        self, now_s: float, chain: Sequence[ChainNode], epoch: int, neighbourhoods: Iterable[Neighbourhood]
+    ) -> None:
+        places = {node.slot: index for index, node in enumerate(chain)}
+        said = [each for each in neighbourhoods if each.epoch == epoch and each.slot in places]
+        silent_s = {each.slot: each.silent_s for each in said}
+        for each in said:
+            for lost in each.lost:
+                if lost not in places:
+                    continue
+                behind = places[lost] > places[each.slot]
+                if behind or silent_s.get(lost, 0.0) > MISSED_BEAT_S:
+                    self._until_s[lost, chain[places[lost]].incarnation] = now_s + REJOIN_AFTER_S
+
+    def is_lost(self, slot: str, incarnation: int, now_s: float) -> bool:
+        return now_s < self._until_s.get((slot, incarnation), -math.inf)
 
 
 def _identity(member: ChainNode | RelayView) -> tuple[str, Incarnation, str]:
