@@ -15,8 +15,10 @@ from laminar.relay.plane import DataPlane, LowerEpoch
 from laminar.relay.serving import Credentials
 from laminar.relay.store import StoreSizes
 from laminar.shell.feeding import Feed
+from laminar.shell.fetching import Sources, fetch_version
 from laminar.shell.handoff import SlotReused, VersionGone, WeightsMap, open_version
-from laminar.shell.handover import PURPOSE, HandedOver, HandOverRefused, hand_over
+from laminar.shell.handover import PURPOSE, HandedOver, HandOverRefused, best_chunk_bytes, hand_over
+from laminar.shell.pulling import PulledWeights, pull_version
 from laminar.shell.transport import (
     PeerLost,
     SocketConn,
@@ -27,13 +29,14 @@ from laminar.shell.transport import (
     recv_message,
     send_message,
 )
-from laminar.wire.links import SMALL_MESSAGE_BYTES, Hello, LinkKind, OfferVerdict, Welcome
+from laminar.wire.links import SMALL_MESSAGE_BYTES, HandOff, Hello, LinkKind, OfferVerdict, Welcome
 from laminar.wire.manifest import Manifest, layout, make_manifest
 from laminar.wire.messages import ChainEpoch, ChainMember
 
 TOKEN, UID = "a token", "uid-1"
 SIZE = 1 << 20
 CHUNK = 128 << 10
+TWO_VERSIONS = StoreSizes(2)
 
 
 def weights(version: int, attempt: int = 1, size: int = SIZE, salt: int = 0) -> tuple[Manifest, bytes]:
@@ -53,13 +56,13 @@ def until(condition: Callable[[], bool], wait_s: float = 10.0) -> None:
 
 
 class Relay:
-    def __init__(self, index: int, folder: Path) -> None:
+    def __init__(self, index: int, folder: Path, sizes: StoreSizes) -> None:
         self.slot = f"relay-{index}"
         self.handoff = str(folder / f"{index}.sock")
         listener = listen_tcp(socket.create_server(("127.0.0.1", 0)))
         self.address = listener.address
         self.plane = DataPlane(
-            self.slot, Credentials(TOKEN, UID), StoreSizes(2), listener, listen_unix(self.handoff), lambda: None
+            self.slot, Credentials(TOKEN, UID), sizes, listener, listen_unix(self.handoff), lambda: None
         )  # fmt: skip
         self.plane.start()
 
@@ -76,8 +79,8 @@ class Scene:
         self.relays: list[Relay] = []
         self.epoch = 0
 
-    def add(self) -> Relay:
-        relay = Relay(len(self.relays), self.folder)
+    def add(self, sizes: StoreSizes = TWO_VERSIONS) -> Relay:
+        relay = Relay(len(self.relays), self.folder, sizes)
         self.relays.append(relay)
         return relay
 
@@ -461,6 +464,112 @@ def test_a_reader_without_the_token_gets_nothing(scene: Scene) -> None:
     scene.publish(master, 1)
     with pytest.raises(PeerLost, match="unauthorized"):
         open_version(master.handoff, "other", UID, None)
+
+
+def pull(relay: Relay, version: int | None, deadline_s: float = 5.0) -> PulledWeights:
+    return pull_version(relay.address, TOKEN, UID, version, deadline_s)
+
+
+def test_a_version_can_be_copied_over_tcp_and_outlives_its_relay(scene: Scene) -> None:
+    master = scene.add()
+    scene.chain(master)
+    scene.publish(master, 1)
+    with pull(master, 1) as pulled:
+        master.plane.close()
+        scene.relays.remove(master)
+        pulled.check()
+        pulled.verify()
+        assert bytes(pulled.tensor("w")) == weights(1)[1]
+
+
+def test_a_copy_of_a_version_that_is_not_there_says_what_is_newest(scene: Scene) -> None:
+    master = scene.add()
+    scene.chain(master)
+    scene.publish(master, 1)
+    with pytest.raises(VersionGone) as caught:
+        pull(master, 7, 0.05)
+    assert caught.value.newest == 1
+
+
+def test_a_copy_needs_the_token(scene: Scene) -> None:
+    master = scene.add()
+    scene.chain(master)
+    with pytest.raises(PeerLost, match="unauthorized"):
+        pull_version(master.address, "other", UID, None)
+
+
+@pytest.mark.parametrize("handoff", list(HandOff))
+def test_an_engine_maps_or_copies_as_the_job_says(scene: Scene, handoff: HandOff) -> None:
+    master = scene.add()
+    scene.chain(master)
+    scene.publish(master, 1)
+    sources = Sources(handoff, master.handoff, (master.address,))
+    with fetch_version(sources, TOKEN, UID, 1) as fetched:
+        assert isinstance(fetched, PulledWeights) == (handoff is HandOff.TCP)
+        assert bytes(fetched.tensor("w")) == weights(1)[1]
+
+
+def test_an_engine_whose_relay_is_dead_copies_from_a_neighbour_unless_it_must_map(scene: Scene) -> None:
+    own, neighbour = scene.add(), scene.add()
+    scene.chain(own, neighbour)
+    scene.publish(own, 1)
+    until(lambda: neighbour.held() == [1])
+    own.plane.close()
+    scene.relays.remove(own)
+    addresses = (own.address, neighbour.address)
+    for handoff in (HandOff.AUTO, HandOff.TCP):
+        with fetch_version(Sources(handoff, own.handoff, addresses), TOKEN, UID, 1) as fetched:
+            assert isinstance(fetched, PulledWeights)
+            assert bytes(fetched.tensor("w")) == weights(1)[1]
+    with pytest.raises(PeerLost):
+        fetch_version(Sources(HandOff.MEMFD, own.handoff, addresses), TOKEN, UID, 1)
+
+
+def test_a_reader_that_never_ends_holds_its_slot_only_so_long(scene: Scene) -> None:
+    master = scene.add(StoreSizes(2, read_deadline_s=0.05))
+    scene.chain(master)
+    for version in (1, 2, 3):
+        scene.publish(master, version)
+    slow = master.open(1)
+    until(lambda: master.plane.view().counters.reader_deadlines == 1)
+    slow.verify()
+    scene.publish(master, 4)
+    assert master.held() == [2, 3, 4]
+    with pytest.raises(SlotReused):
+        slow.check()
+    slow.close()
+
+
+def test_versions_that_are_still_needed_stay_readable(scene: Scene) -> None:
+    master = scene.add(StoreSizes(2, retain_slots=1))
+    scene.chain(master)
+    scene.publish(master, 1)
+    master.plane.retain([1])
+    for version in range(2, 7):
+        scene.publish(master, version)
+    with master.open(1) as held:
+        held.verify()
+
+
+def test_the_master_knows_its_links_after_a_broadcast_and_advises_a_cut(scene: Scene) -> None:
+    relays = [scene.add() for _ in range(3)]
+    scene.chain(*relays)
+    assert best_chunk_bytes(relays[0].address, TOKEN, UID, 1, 64 << 20) == 0
+    scene.publish(relays[0], 1)
+    until(lambda: best_chunk_bytes(relays[0].address, TOKEN, UID, 1, 64 << 20) > 0)
+    assert 1 << 20 <= best_chunk_bytes(relays[0].address, TOKEN, UID, 1, 64 << 20) <= 64 << 20
+
+
+def test_a_relay_knows_the_attempt_from_the_list_alone(scene: Scene) -> None:
+    master = scene.add()
+    members = [ChainMember(slot=master.slot, address=master.address)]
+    master.plane.apply_epoch(ChainEpoch(epoch=1, members=members, attempt=3))
+    with pytest.raises(HandOverRefused) as caught:
+        scene.publish(master, 1, attempt=2)
+    assert (caught.value.verdict, caught.value.current) == (OfferVerdict.LOWER_ATTEMPT, 3)
+    master.plane.apply_epoch(ChainEpoch(epoch=1, members=members, attempt=4))
+    with pytest.raises(HandOverRefused):
+        scene.publish(master, 1, attempt=3)
 
 
 def test_a_closed_plane_leaves_no_thread_no_descriptor_and_no_memory(tmp_path: Path) -> None:

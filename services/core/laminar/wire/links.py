@@ -123,6 +123,17 @@ Reply = Answer | Beat | Stored | Replaced
 """Everything that a receiver says after its Welcome."""
 
 
+class HandOff(StrEnum):
+    """How engines get at a version: `relay.handoff` of the job."""
+
+    AUTO = "auto"
+    """Mapped; copied where mapping does not work or the machine's relay is dead."""
+    MEMFD = "memfd"
+    """Mapped, or not at all."""
+    TCP = "tcp"
+    """Copied."""
+
+
 class OpenVersion(Struct, frozen=True, kw_only=True):
     """`version` None: the newest. Waits up to `wait_s` for a version that has not come yet."""
 
