@@ -110,7 +110,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 
 def half_handed_over(relay: Relay, version: int) -> tuple[SocketConn, Feed]:
     """A trainer that stops after two chunks, its connection still open."""
-    manifest, buffer = weights(version)
+    manifest, _ = weights(version)
     conn = connect(relay.address, 5)
     prove_as_client(conn, TOKEN, UID, PURPOSE)
     send_message(conn, Hello(kind=LinkKind.HANDOVER, slot="trainer", attempt=1))

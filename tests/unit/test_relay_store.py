@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from laminar.relay.counters import Counters
 from laminar.relay.slots import SEALS, SlotMemory
-from laminar.relay.store import Incoming, StoreSizes, TooLarge, VersionLost, VersionStore
+from laminar.relay.store import StoreSizes, TooLarge, VersionStore
+from laminar.relay.uses import Incoming, VersionLost
 from laminar.shell.transport import Waker
 from laminar.wire.manifest import Manifest, layout, make_manifest
 

@@ -13,7 +13,8 @@ from laminar.core.chain import Standing
 from laminar.relay.counters import Counters
 from laminar.relay.membership import Membership
 from laminar.relay.serving import Credentials
-from laminar.relay.store import Pin, VersionLost, VersionStore
+from laminar.relay.store import VersionStore
+from laminar.relay.uses import Pin, VersionLost
 from laminar.shell.feeding import SLICE_S, Feed, LinkReplaced
 from laminar.shell.handover import PURPOSE
 from laminar.shell.logs import fields

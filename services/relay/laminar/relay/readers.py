@@ -8,7 +8,8 @@ import socket
 
 from laminar.relay.counters import Counters
 from laminar.relay.serving import Credentials
-from laminar.relay.store import Pin, VersionStore
+from laminar.relay.store import VersionStore
+from laminar.relay.uses import Pin
 from laminar.shell.handoff import MAX_WAIT_S, PURPOSE
 from laminar.shell.logs import fields
 from laminar.shell.transport import (

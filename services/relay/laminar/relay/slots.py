@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from pathlib import Path
 
 from laminar.shell.handoff import SLOT_HEADER_BYTES
 
@@ -67,12 +66,3 @@ class SlotMemory:
 
 def page_rounded(num_bytes: int) -> int:
     return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def available_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """What the kernel believes can be allocated without swapping (MemAvailable)."""
-    for line in meminfo.read_text().splitlines():
-        name, _, rest = line.partition(":")
-        if name == "MemAvailable":
-            return int(rest.split()[0]) * 1024
-    raise OSError(f"{meminfo} has no MemAvailable")

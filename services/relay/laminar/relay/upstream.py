@@ -12,7 +12,8 @@ from laminar.core.identity import Epoch
 from laminar.relay.counters import Counters
 from laminar.relay.membership import Membership
 from laminar.relay.serving import Credentials
-from laminar.relay.store import Incoming, TooLarge, VersionLost, VersionStore
+from laminar.relay.store import TooLarge, VersionStore
+from laminar.relay.uses import Incoming, VersionLost
 from laminar.shell.feeding import BEAT_S, SLICE_S, Life
 from laminar.shell.handover import PURPOSE
 from laminar.shell.logs import fields
