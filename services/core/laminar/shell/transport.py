@@ -98,7 +98,7 @@ class Watch(Protocol):
 
 
 class Conn(Protocol):
-    """One connection, owned by one thread; only `interrupt` and `say` may be called by others."""
+    """One connection, owned by one thread; only `interrupt`, `say` and `is_open` may be called by others."""
 
     peer: str
 
@@ -118,6 +118,10 @@ class Conn(Protocol):
 
     def say(self, word: bytes) -> bool:
         """Sends a few bytes whole and without waiting, from any thread; False: there is no room, nothing was sent."""
+        ...
+
+    def is_open(self) -> bool:
+        """False: the other side has closed, though what it sent before may lie unread."""
         ...
 
     def fileno(self) -> int: ...
@@ -197,6 +201,12 @@ class SocketConn:
         if sent < len(word):
             raise PeerLost(f"{self.peer} takes half words")
         return True
+
+    def is_open(self) -> bool:
+        try:
+            return not self._is_ready(select.POLLRDHUP)
+        except PeerLost:
+            return False
 
     def _is_ready(self, event: int) -> bool:
         poll = select.poll()

@@ -144,7 +144,9 @@ class Membership:
         with self._lock:
             if self._walk.target != slot:
                 return self._walk.target is not None
-            if not may_bypass(self._place, has_upstream=self._upstream is not None):
+            # Asked of the connection itself: woken after a stop, our own threads may not have noticed its end yet.
+            has_upstream = self._upstream is not None and self._upstream[1].is_open()
+            if not may_bypass(self._place, has_upstream=has_upstream):
                 return False
             return self._walk.pass_by()
 
