@@ -12,9 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 JOB = ROOT / "examples" / "arithmetic.yaml"
 LAMINAR = (sys.executable, "-m", "laminar.cli")
+PACE = threading.Event()
+"""Never set: `PACE.wait(s)` paces measurements."""
 REWARD_STEPS = 5
 """Single steps are noisy: means over the first and last five are compared."""
 GAIN = 0.3
@@ -169,6 +173,88 @@ def beside_trl(scratch: Path, seed: int, num_steps: int) -> None:
         emit("time_to_reward_vs_trl", trl_s / ours_s, "x", ">= 3", ok=trl_s >= 3 * ours_s, reference=detail)
 
 
+class LiveRun:
+    """A `laminar run` that is disturbed or watched while it goes on."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.folder = folder
+        command = [*LAMINAR, "run", str(JOB), "--run", str(folder), "--quiet", *arguments]
+        self.driver = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL)
+
+    def status(self) -> dict[str, Any]:
+        done = subprocess.run(
+            [*LAMINAR, "status", str(self.folder), "--json"], env=environment(), capture_output=True, text=True
+        )
+        return dict(json.loads(done.stdout)) if done.returncode == 0 else {}
+
+    def wait_step(self, step: int) -> None:
+        metrics = self.folder / "metrics.jsonl"
+        deadline_s = time.monotonic() + 120
+        while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
+            assert time.monotonic() < deadline_s and self.driver.poll() is None, f"step {step} was not reached"
+            PACE.wait(0.2)
+
+    def pids(self, command: str) -> list[int]:
+        """Processes of this run whose command line contains `command`."""
+        found: list[int] = []
+        for entry in Path("/proc").iterdir():
+            try:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode() if entry.name.isdigit() else ""
+                if command in line and f"{self.folder}/".encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+        return found
+
+
+def after_kills(scratch: Path) -> None:
+    """kill -9 of one process of each kind in one run: trajectories that the books cannot account for."""
+    run = LiveRun(scratch / "kills", "--set", "trainer.checkpoint.everySteps=5")
+    victims = [
+        "laminar.rollout ",
+        "laminar.rollout.torch_engine",
+        "laminar.relay",
+        "laminar.pool",
+        "laminar.trainer.rank",
+    ]
+    for number, victim in enumerate(victims):
+        run.wait_step(5 + 8 * number)
+        os.kill(run.pids(victim)[0], signal.SIGKILL)
+    code = run.driver.wait(300)
+    lost = audit_violations(run.folder) + (code != 0)
+    emit("lost_after_kills", lost, "violations", "0", ok=lost == 0, reference=f"killed: {', '.join(victims)}")
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def idle_cost(scratch: Path, window_s: float = 10.0) -> None:
+    """With the trainer stopped, back-pressure makes everybody else wait; what does waiting cost?"""
+    run = LiveRun(scratch / "idle")
+    try:
+        run.wait_step(3)
+        ranks = run.pids("laminar.trainer.rank")
+        for pid in ranks:
+            os.kill(pid, signal.SIGSTOP)
+        PACE.wait(15.0)  # until every started group has ended
+        services = ("laminar.pool", "laminar.relay", "laminar.rollout ")
+        pids = {service: run.pids(service) for service in services}
+        before = {pid: cpu_s(pid) for group in pids.values() for pid in group}
+        PACE.wait(window_s)
+        shares = {
+            service.strip(): max(100 * (cpu_s(pid) - before[pid]) / window_s for pid in group)
+            for service, group in pids.items()
+        }
+        worst = max(shares.values())
+        each = ", ".join(f"{service} {share:.1f}" for service, share in shares.items())
+        emit("idle_cpu_pct", worst, "% of a core", "< 2", ok=worst < 2, reference=each)
+    finally:
+        run.driver.kill()
+        run.driver.wait()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one seed with the cached warm-up")
@@ -184,7 +270,9 @@ def main() -> None:
         for recipe_name in ("arithmetic-tiny", "chain-sum", "chain-sum-heldout"):
             recipe(recipe_name)
         learning([arguments.seed] if arguments.quick else [0, 1, 2], scratch)
+        idle_cost(scratch)
         if not arguments.quick:
+            after_kills(scratch)
             first_run(scratch)
 
 

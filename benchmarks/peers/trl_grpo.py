@@ -13,6 +13,7 @@ import re
 import sys
 import tempfile
 import time
+from typing import Any
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -56,15 +57,14 @@ def main() -> None:
     started = time.monotonic()
 
     class Report(TrainerCallback):
-        def on_train_begin(self, *_: object, **__: object) -> None:
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             nonlocal started
             started = time.monotonic()
 
-        def on_log(
-            self, _args: object, state: object, _control: object, logs: dict | None = None, **__: object
-        ) -> None:
+        def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            logs = kwargs.get("logs")
             if logs and "reward" in logs:
-                line = {"step": state.global_step, "t_s": time.monotonic() - started, "reward": float(logs["reward"])}  # type: ignore[attr-defined]
+                line = {"step": state.global_step, "t_s": time.monotonic() - started, "reward": float(logs["reward"])}
                 print(json.dumps(line), flush=True)
 
     with tempfile.TemporaryDirectory() as folder:

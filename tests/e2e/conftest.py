@@ -107,14 +107,14 @@ class JobRun:
     def uid(self) -> str:
         return str(json.loads((self.folder / "job.json").read_text())["uid"])
 
-    def status(self) -> dict[str, Any] | None:
+    def status(self, timeout_s: float = 5.0) -> dict[str, Any] | None:
         """The pool's status; None while it does not answer."""
         try:
             endpoint = json.loads((self.folder / "endpoint.json").read_text())
             request = urllib.request.Request(f"{endpoint['url']}/v1/status")
             request.add_header("authorization", f"Bearer {(self.folder / 'token').read_text().strip()}")
             request.add_header("laminar-job", self.uid)
-            with urllib.request.urlopen(request, timeout=5) as answer:
+            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
                 return dict(json.load(answer))
         except (OSError, ValueError, KeyError):
             return None
@@ -139,19 +139,19 @@ class JobRun:
 
     def process(self, command: str, variable: str = "") -> int:
         """The one process of this job whose command line contains `command` (and whose environment has `variable`)."""
+        return int(until(f"a process {command} {variable}", lambda: self.pids(command, variable))[0])
 
-        def find() -> list[int]:
-            pids: list[int] = []
-            for pid, line in processes_of(self.uid).items():
-                try:
-                    environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                except OSError:
-                    continue
-                if command in line and (not variable or variable.encode() in environ):
-                    pids.append(pid)
-            return pids
-
-        return int(until(f"a process {command} {variable}", find)[0])
+    def pids(self, command: str, variable: str = "") -> list[int]:
+        """Of the processes that `process` looks for, those that are there now."""
+        found: list[int] = []
+        for pid, line in processes_of(self.uid).items():
+            try:
+                environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if command in line and (not variable or variable.encode() in environ):
+                found.append(pid)
+        return found
 
     def kill(self, pid: int, number: signal.Signals = signal.SIGKILL) -> None:
         os.kill(pid, number)

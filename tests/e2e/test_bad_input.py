@@ -184,6 +184,12 @@ def test_a_folder_with_other_things_is_never_taken_for_a_run(refused: Any, desk:
     assert thesis.read_text() == "years of work"
 
 
+def test_data_in_another_format_is_refused(refused: Any, desk: Desk) -> None:
+    assert "neither .jsonl nor .parquet" in refused(data=desk.write("rows.csv", "prompt,answer\n1,2\n"))
+    assert "is not a parquet file" in refused(data=desk.write("rows.parquet", "prompt,answer\n1,2\n"))
+    assert "is a folder" in refused(data=desk.model)
+
+
 # --- refused by a service, which alone can know -----------------------------------------------------------------
 
 
@@ -235,6 +241,7 @@ def test_a_run_folder_keeps_to_its_job_and_survives_damaged_checkpoints(
     assert report["discarded"].get("tooLong", 0) in (0, 4)
     left_out = {"missingAnswer": 1, "missingPrompt": 2, "tooLong": 1}
     assert job.output[-1]["skipped_prompts"] == left_out
+    assert json.loads(laminar("status", job.folder, "--json").stdout)["skipped_prompts"] == left_out
     assert job.events("data") == ["prompts left out: 1 missingAnswer, 2 missingPrompt, 1 tooLong"]
 
     other = laminar("run", desk.write("other.yaml", desk.job(name="other")), "--run", job.folder)
@@ -291,12 +298,19 @@ def test_responses_whose_reward_fails_are_left_out_and_counted_and_the_run_goes_
 
 
 def test_a_reward_that_always_fails_ends_the_job_with_the_reason(make_job: Callable[..., Any], desk: Desk) -> None:
-    desk.reward.write_text("def score(prompt, response, answer):\n    raise KeyError('api key')\n")
-    job = make_job(desk.job(steps=6))
+    desk.reward.write_text(
+        "import time\n"
+        "def score(prompt, response, answer):\n"
+        "    if len(response) % 4 == 0:\n"
+        "        time.sleep(3600)\n"
+        "    raise KeyError('api key')\n"
+    )
+    job = make_job(desk.job(steps=6, timeout_s=0.2))
     job.start()
     assert job.wait_end() == EXIT_FAILED
     reason = job.output[-1]["reason"]
-    assert "responses in a row could not be graded" in reason and "KeyError: 'api key'" in reason
+    assert "responses in a row could not be graded" in reason
+    assert "KeyError: 'api key'" in reason or "not done within 0.2 s" in reason
     job.assert_nothing_left()
     report = job.audit()
     assert report["consumed"] == 16 * report["committed_step"]

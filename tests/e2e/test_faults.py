@@ -51,7 +51,7 @@ def test_killed_relays_leave_and_rejoin_the_chain_the_master_too(job: Any, until
     job.assert_complete_and_clean()
 
 
-@pytest.mark.parametrize("victim", ["laminar.trainer ", "laminar.trainer.rank", "torch.distributed.run"])
+@pytest.mark.parametrize("victim", ["-m laminar.trainer ", "-u -m laminar.trainer.rank", "torch.distributed.run"])
 def test_a_killed_trainer_process_means_a_new_attempt_and_no_lost_step(job: Any, until: Any, victim: str) -> None:
     job.start()
     job.wait_step(6)

@@ -46,6 +46,7 @@ from laminar.wire.messages import (
     ChainMember,
     CheckpointDurable,
     CheckpointDurableReply,
+    CheckpointFailed,
     CheckpointInfo,
     CommitStep,
     Fence,
@@ -447,6 +448,18 @@ def test_a_new_attempt_gets_the_same_batches_again_and_the_old_one_is_refused(po
     actors.train()
     actors.finish()
     assert pool.audit().violations == []
+
+
+def test_a_missed_save_counts_once_however_often_it_is_told(pool: PoolProcess) -> None:
+    actors = Actors(pool)
+    actors.start()
+    missed = CheckpointFailed(attempt=1, step=1, reason="the disk is full")
+    for _ in range(5):  # two missed saves would end this job
+        actors.post("/trainer/checkpoint_failed", missed, Ack)
+    status = actors.status()
+    assert status.phase != "failed" and "the disk is full" in status.conditions["CheckpointStale"]
+    actors.post("/trainer/checkpoint_failed", missed.model_copy(update={"step": 2}), Ack)
+    assert actors.status().phase == "failed"
 
 
 def test_a_stop_is_answered_with_stop_once_and_the_job_is_stopped_when_it_is_saved(pool: PoolProcess) -> None:

@@ -234,25 +234,46 @@ def test_the_trainers_waits_double_up_to_a_cap() -> None:
 def test_the_job_ends_when_the_pool_and_the_trainer_say_so(stage: PoolStage, expected: JobPhase) -> None:
     pool = Pool(reachable=True, stage=stage, attempt=1)
     assert reconcile(settled(pool=pool)) == ()
-    (ended,) = reconcile(replace(with_members(settled(), exited("trainer-0", 0)), pool=pool))
+    left = with_members(settled(), exited("trainer-0", 0))
+    (ended,) = reconcile(replace(left, pool=pool))
     assert isinstance(ended, SetPhase) and ended.phase is expected
+    # The end of the record is still to be asked of a pool that is being replaced.
+    assert reconcile(replace(left, pool=replace(pool, reachable=False))) == ()
+
+
+def test_a_stopped_job_does_not_wait_for_a_trainer_that_has_not_begun() -> None:
+    """A stop while the next attempt still starts: everything committed is in a checkpoint already."""
+    pool = Pool(reachable=True, stage=PoolStage.STOPPED, attempt=1)
+    for trainer in (member("trainer-0", life=2), exited("trainer-0", 137, life=1)):
+        stopping = settled(phase=JobPhase.STOPPING, stop_requested=True, stop_acknowledged=True)
+        (ended,) = reconcile(replace(with_members(stopping, trainer), pool=pool))
+        assert isinstance(ended, SetPhase) and ended.phase is JobPhase.STOPPED
 
 
 def test_a_trainer_that_has_finished_stays_away_while_the_last_evaluation_runs() -> None:
-    pool = Pool(reachable=True, stage=PoolStage.FINISHING, attempt=1)
-    done = replace(with_members(settled(), exited("trainer-0", 0, at_s=10.0)), pool=pool)
+    pool = Pool(reachable=True, stage=PoolStage.FINISHING, attempt=1, newest_version=80)
+    relays = [member("relay-0", newest_version=None), member("relay-1", newest_version=80)]
+    done = replace(with_members(settled(), exited("trainer-0", 0, at_s=10.0), *relays), pool=pool)
     assert reconcile(done) == ()
 
 
-def test_a_new_attempt_brings_the_weights_back_if_every_relay_lost_them_after_the_trainer_left() -> None:
-    pool = Pool(reachable=True, stage=PoolStage.FINISHING, attempt=1)
-    young = [member(f"relay-{i}", started_s=20.0) for i in range(2)]
-    lost = replace(with_members(settled(), exited("trainer-0", 0, at_s=10.0), *young), pool=pool)
+@pytest.mark.parametrize("held", [None, 79])
+def test_a_new_attempt_brings_the_weights_back_if_no_relay_holds_them_after_the_trainer_left(held: int | None) -> None:
+    """Also when an older relay lives that never got them: a chain of one had made them visible."""
+    pool = Pool(reachable=True, stage=PoolStage.FINISHING, attempt=1, newest_version=80)
+    relays = [member("relay-0", started_s=20.0), member("relay-1", started_s=5.0, newest_version=held)]
+    lost = replace(with_members(settled(), exited("trainer-0", 0, at_s=10.0), *relays), pool=pool)
     assert slots_of(reconcile(lost), Create) == ["trainer-0"]
 
 
+def test_weights_are_not_taken_for_lost_before_the_relays_have_told_a_new_pool_what_they_hold() -> None:
+    pool = Pool(reachable=True, stage=PoolStage.FINISHING, attempt=1, newest_version=80)
+    fresh = [member("pool-0", life=2, started_s=NOW_S - 2), exited("trainer-0", 0, at_s=10.0)]
+    assert slots_of(reconcile(replace(with_members(settled(), *fresh), pool=pool)), Create) == []
+
+
 def test_a_trainer_that_left_while_steps_remain_comes_back() -> None:
-    left = with_members(settled(), exited("trainer-0", 0, at_s=NOW_S - 5))
+    left = with_members(settled(), exited("trainer-0", 0, at_s=NOW_S - 3))
     assert reconcile(left) == ()
     assert slots_of(reconcile(replace(left, now_s=NOW_S + 30)), Create) == ["trainer-0"]
 

@@ -83,6 +83,15 @@ def test_time_in_which_the_pool_itself_did_not_run_counts_for_nobody() -> None:
     assert ticked(members, 32.5, 34.0) == ["rollout-0"], "a full silent period of its own has passed"
 
 
+def test_who_falls_silent_right_after_a_pause_of_the_pool_is_suspect_as_soon_as_ever() -> None:
+    members = Members([], 0.0)
+    members.join(call(), 0.0)
+    members.tick(TICK_S)
+    members.beat(beat(), 30.0)  # read before the late tick
+    assert members.tick(30.0) == []
+    assert ticked(members, 30.0, 30.0 + SILENT_S + 2 * TICK_S) == ["rollout-0"]
+
+
 def test_a_restarted_pool_grants_a_full_silent_period_to_members_it_knows_from_its_store() -> None:
     members = Members([StoredMember(call(), 3, fenced=False)], 1000.0)
     assert ticked(members, 1000.0, 1000.0 + SILENT_S) == []
@@ -120,11 +129,28 @@ def test_a_closed_command_stream_makes_a_suspect_unless_another_took_its_place()
         first = members.open_stream("rollout-0", 1, 0.0)
         second = members.open_stream("rollout-0", 1, 1.0)
         assert first.closed
-        assert members.close_stream("rollout-0", first) is None
-        gone = members.close_stream("rollout-0", second)
+        assert members.close_stream("rollout-0", first, 0.0) is None
+        gone = members.close_stream("rollout-0", second, 0.0)
         assert gone is not None and gone.suspect and not gone.usable
 
     asyncio.run(play())
+
+
+def test_a_stream_that_ends_after_the_pool_stood_still_makes_no_suspect_but_silence_does() -> None:
+    """Replicas give up a stream that brings no ping for 5 s: after a pause of the pool all of them do at once."""
+
+    async def scenario() -> None:
+        members = Members([], 0.0)
+        members.join(call(), 0.0)
+        members.tick(TICK_S)
+        stream = members.open_stream("rollout-0", 1, TICK_S)
+        assert members.close_stream("rollout-0", stream, 6.0) is None  # before the late tick
+        stream = members.open_stream("rollout-0", 1, 6.0)
+        members.tick(6.0)
+        assert members.close_stream("rollout-0", stream, 6.1) is None  # after it
+        assert ticked(members, 6.1, 15.0) == ["rollout-0"]
+
+    asyncio.run(scenario())
 
 
 def test_commands_are_delivered_in_order_and_a_reader_that_never_reads_is_cut_off() -> None:

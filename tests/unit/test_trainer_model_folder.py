@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from laminar.shell.memory import available_memory_bytes
 from laminar.trainer.exit_note import ExitNote
 from laminar.trainer.failures import InputFailure
-from laminar.trainer.model_folder import available_memory_bytes, inspect, require_memory
+from laminar.trainer.model_folder import inspect, require_memory
 from laminar.trainer.policy import Policy
 from laminar.trainer.ranks import Ranks
 

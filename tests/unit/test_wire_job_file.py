@@ -93,7 +93,10 @@ def test_snake_case_is_refused_with_the_name_that_is_meant() -> None:
 
 def test_a_wrong_value_gets_its_path_value_and_what_is_allowed() -> None:
     text = problems("  rollout: {replicas: 0}\n")[0]
-    assert text == "job.yaml, line 9: spec.rollout.replicas is 0. It must be a whole number from 1 to 4096."
+    assert text == (
+        "job.yaml, line 9: spec.rollout.replicas is 0. It must be a whole number from 1 to 4096. "
+        "(Rollout replicas; each has one engine.)"
+    )
 
 
 @pytest.mark.parametrize(

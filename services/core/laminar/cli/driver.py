@@ -21,8 +21,8 @@ from laminar.cli.run_folder import Result, RunFolder, State, StoredMember
 from laminar.cli.view import View
 from laminar.core.chain import ChainNode, LostRelays, Neighbourhood
 from laminar.core.events import Occurrence, describe
-from laminar.core.identity import Incarnation
-from laminar.core.liveness import DEFAULT_LIMITS, Role, Sighting, Watch
+from laminar.core.identity import Incarnation, Role
+from laminar.core.liveness import DEFAULT_LIMITS, Sighting, Watch
 from laminar.core.reconcile import (
     EXIT_BAD_INPUT,
     Action,
@@ -224,7 +224,7 @@ class Driver:
             ),
             pool=Pool()
             if view is None
-            else Pool(reachable=reachable, stage=stage_of(view.phase), reason=view.reason, attempt=view.attempt),
+            else Pool(reachable, stage_of(view.phase), view.reason, view.attempt, newest_version=view.newest),
             attempt=self._state.attempt,
             lives=self._state.lives,
             restarts=self._restarts,
@@ -349,7 +349,9 @@ class Driver:
     async def _set_phase(self, action: SetPhase) -> None:
         if action.phase.ended:
             # The pool answers until it is asked to leave, which comes at a later turn.
-            await self._recorder.finish(pool_answers=self._follower.reachable)
+            seen = await self._recorder.finish(pool_answers=self._follower.reachable)
+            if not seen and action.phase is not JobPhase.FAILED:
+                return  # it died just now: its next life has the end of the record, and the phase comes again
         self._phase, self._reason = action.phase, action.reason
         self._woken.set()
 

@@ -56,9 +56,8 @@ class PoolFollower:
                     self._heard_s = self._clock()
                     self._woken()
             except Unreachable:
-                self._heard_s = None
-            else:
-                self._heard_s = None
+                pass  # as after an orderly end: it is opened again below
+            self._heard_s = None
             self._woken()
             await asyncio.sleep(REOPEN_AFTER_S)
 

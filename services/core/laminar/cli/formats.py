@@ -96,11 +96,5 @@ def mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def one_line(text: str, width: int) -> str:
-    """Line breaks shown as ⏎, cut to `width` with an ellipsis."""
-    flat = text.replace("\r", "").replace("\n", "⏎")
-    return flat if len(flat) <= width else flat[: max(0, width - 1)] + "…"
-
-
 def _bar(share: float) -> str:
     return _BARS[min(len(_BARS) - 1, int(share * len(_BARS)))]

@@ -14,7 +14,7 @@ from pathlib import Path
 from laminar.cli.children import Launch
 from laminar.cli.errors import BadInput
 from laminar.cli.run_folder import RunFolder
-from laminar.core.liveness import Role
+from laminar.core.identity import Role
 from laminar.core.reconcile import Create
 from laminar.core.snapshot import Place, Spec, places
 from laminar.shell.settings import Common, SettingsError
@@ -108,7 +108,7 @@ class Launchpad:
                 self._run.store.mkdir(parents=True, exist_ok=True)
                 return {"LAMINAR_STORE": str(self._run.store)}
             case Role.RELAY:
-                return {"LAMINAR_HANDOFF": handoff, "LAMINAR_INDEX": str(place.index)}
+                return {"LAMINAR_HANDOFF": handoff}
             case Role.ROLLOUT:
                 return {"LAMINAR_HANDOFF": handoff, "LAMINAR_INDEX": str(place.index)}
             case Role.TRAINER:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import re
-import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -98,7 +98,7 @@ class Follower:
 
     def wait(self) -> None:
         """Until it is worth looking again."""
-        threading.Event().wait(FOLLOW_EVERY_S)
+        time.sleep(FOLLOW_EVERY_S)  # noqa: TID251 - see FOLLOW_EVERY_S
 
 
 def _whole_lines(stream: BinaryIO) -> bytes:

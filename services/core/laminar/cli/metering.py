@@ -24,13 +24,8 @@ class TokenMeter:
     def add(self, loads: Mapping[str, EngineLoad], now_s: float) -> None:
         """One reading of every replica's `generated_tokens`, at monotonic time `now_s`."""
         for slot, load in loads.items():
-            before = self._last.get(slot)
-            if before is not None or not self._seen:
-                start = before or 0
-                grown = load.generated_tokens - start
-                self.total_tokens += grown if grown >= 0 else load.generated_tokens
-            else:
-                self.total_tokens += load.generated_tokens
+            grown = load.generated_tokens - self._last.get(slot, 0)
+            self.total_tokens += grown if grown >= 0 else load.generated_tokens
             self._last[slot] = load.generated_tokens
         self._seen.append((now_s, self.total_tokens))
         while len(self._seen) > 2 and now_s - self._seen[0][0] > WINDOW_S:

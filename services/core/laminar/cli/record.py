@@ -7,31 +7,21 @@ import os
 import time
 from collections.abc import Sequence
 
-from pydantic import RootModel
-
+from laminar.cli.formats import mean
 from laminar.cli.run_folder import Result, RunFolder, durable_write
+from laminar.cli.summary import REWARD_STEPS
 from laminar.cli.view import View
 from laminar.shell.calls import Unreachable
 from laminar.shell.client import PoolClient
-from laminar.wire.messages import Event, JobStatus, StepRow
+from laminar.wire.messages import Events, JobStatus, StepRow, Steps
 
 REFRESH_EVERY_S = 1.0
 CALL_S = 3.0
-FINAL_S = 15.0
+FINAL_S = 5.0
 FINAL_AWAY_S = 1.0
 """For a pool that was away already."""
 UNWRITABLE = "RunFolderUnwritable"
 MAX_EVENTS = 500
-REWARD_STEPS = 5
-"""Rewards of single steps are noisy: the first and last five are compared."""
-
-
-class Steps(RootModel[list[StepRow]]):
-    """Answer of `GET /v1/steps`."""
-
-
-class Events(RootModel[list[Event]]):
-    """Answer of `GET /v1/events`."""
 
 
 class StepLog:
@@ -63,6 +53,7 @@ class Recorder:
         self._client = client
         self._view = view
         self._log = StepLog(run)
+        self._looking = asyncio.Lock()
         self._attempt: int | None = None
         self._last_seq = 0
         self._started_wall_s = time.time()
@@ -80,25 +71,27 @@ class Recorder:
                 pass  # noqa: S110  the driver sees the pool's absence itself; here there is only nothing to show
             await asyncio.sleep(REFRESH_EVERY_S)
 
-    async def finish(self, *, pool_answers: bool) -> JobStatus | None:
-        """The last look, before the pool leaves. None: it never answered."""
+    async def finish(self, *, pool_answers: bool) -> bool:
+        """The last look, before the pool leaves. False: it did not answer; may be called again."""
         self._finished = True
         self._attempt = None
         try:
             await self.refresh(FINAL_S if pool_answers else FINAL_AWAY_S)
         except Unreachable:
-            return self.status
-        return self.status
+            return False
+        return True
 
     async def refresh(self, deadline_s: float) -> None:
-        """One look. Raises Unreachable."""
+        """One look at a time, so that a slow one never puts older books over newer ones. Raises Unreachable."""
+        async with self._looking:
+            await self._look(deadline_s)
+
+    async def _look(self, deadline_s: float) -> None:
         status = await self._client.get_json("/v1/status", JobStatus, CALL_S, deadline_s=deadline_s)
         # The last step seen may have been rolled back and trained anew: its attempt tells.
         whole = status.attempt != self._attempt or status.committed_step < max(self._log.rows, default=0)
         after = -1 if whole else max(self._log.rows, default=-1)
-        rows = (
-            await self._client.get_json("/v1/steps", Steps, CALL_S, deadline_s=deadline_s, params={"after": after})
-        ).root
+        rows = await self._steps(after, deadline_s)
         known = self._log.rows
         news = [row for row in rows if known.get(row.step) != row]
         self._keep(rows, whole=whole, attempt=status.attempt)
@@ -107,6 +100,17 @@ class Recorder:
         if news:
             self._view.steps(news)
         self._view.status(status)
+
+    async def _steps(self, after: int, deadline_s: float) -> list[StepRow]:
+        """All rows above `after`: the pool answers with a limited number a call."""
+        found: list[StepRow] = []
+        while True:
+            params = {"after": after}
+            page = (await self._client.get_json("/v1/steps", Steps, CALL_S, deadline_s=deadline_s, params=params)).root
+            if not page or page[-1].step <= after:
+                return found
+            found += page
+            after = page[-1].step
 
     def _keep(self, rows: Sequence[StepRow], *, whole: bool, attempt: int) -> None:
         """A full disk stops the record, not the training; the next look writes all of it."""
@@ -134,20 +138,15 @@ class Recorder:
         """How the run ended, from the last look."""
         rewards = [row.reward_mean for _, row in sorted(self._log.rows.items())]
         status = self.status
-        evaluations = [] if status is None else [row.model_dump(mode="json") for row in status.evaluations]
         return Result(
             phase=phase,
             reason=reason,
             steps=num_steps,
             committed_step=0 if status is None else status.committed_step,
             wall_s=wall_s,
-            reward_first=_mean(rewards[:REWARD_STEPS]),
-            reward_last=_mean(rewards[-REWARD_STEPS:]),
-            evaluations=evaluations,
+            reward_first=mean(rewards[:REWARD_STEPS]),
+            reward_last=mean(rewards[-REWARD_STEPS:]),
+            evaluations=[] if status is None else status.evaluations,
             conditions=conditions | self._conditions | ({} if status is None else status.conditions),
             skipped_prompts={} if status is None else status.skipped_prompts,
         )
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None

@@ -12,6 +12,7 @@ from laminar.cli.formats import count, duration, histogram_mean, interval95, mer
 from laminar.cli.report_charts import Frame, Series, area_strip, histogram_chart, legend, line_chart, padded
 from laminar.cli.run_data import RunData
 from laminar.cli.summary import Summary, series_of, summarise
+from laminar.core.versions import VersionState
 from laminar.wire.messages import EvaluationRow, StepRow
 
 MAX_CURVE_POINTS = 400
@@ -241,10 +242,10 @@ def history_section(data: RunData) -> str:
     attempts: dict[int, list[int]] = {}
     for version in data.versions:
         attempts.setdefault(version.attempt, []).append(version.version)
-    burned = {version.version for version in data.versions if version.state not in ("visible", "complete")}
+    unseen = {version.version for version in data.versions if version.state != VersionState.VISIBLE}
     rows = [
         f"<tr><td>attempt {attempt}</td><td>versions {min(numbers)} to {max(numbers)}"
-        f"{_burned(len(burned.intersection(numbers)))}</td></tr>"
+        f"{_unseen(len(unseen.intersection(numbers)))}</td></tr>"
         for attempt, numbers in sorted(attempts.items())
     ]
     chain = " → ".join(f"{member.slot} ({member.machine or 'no machine'})" for member in data.state.chain) or "-"
@@ -255,7 +256,7 @@ def history_section(data: RunData) -> str:
     return section("Attempts and relay chain", f'<div class="scroll"><table>{"".join(rows)}</table></div>')
 
 
-def _burned(number: int) -> str:
+def _unseen(number: int) -> str:
     return f", {number} of them never became visible" if number else ""
 
 

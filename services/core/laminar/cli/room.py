@@ -14,6 +14,8 @@ from typing import Any, cast
 
 from laminar.cli.errors import BadInput
 from laminar.cli.sources import weight_files
+from laminar.shell.memory import available_memory_bytes
+from laminar.wire.manifest import DTYPE_BYTES
 from laminar.wire.spec import JobSpec
 
 TORCH_BYTES = 300 * 2**20
@@ -27,7 +29,6 @@ BYTES_PER_PARAMETER = 4
 MOST_COMPRESSED = 8
 """Weights may be packed (two 4-bit values a byte) or shared between layers; a wrong file is off by far more."""
 MAX_HEADER_BYTES = 100 * 2**20
-_STORED_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +100,6 @@ def claimed_parameters(model: Path) -> int:
     return vocabulary * hidden + layers * 2 * hidden * (hidden + inner)
 
 
-def available_memory_bytes() -> int:
-    """What processes can still take without swapping, by the kernel's own estimate and this container's limit."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and used.is_file() and (text := limit.read_text().strip()) != "max":
-        available = min(available, max(0, int(text) - int(used.read_text())))
-    return available
-
-
 def _safetensors_parameters(path: Path) -> int:
     """By the sizes in the file's header. Raises BadInput if it has none."""
     try:
@@ -123,7 +114,7 @@ def _safetensors_parameters(path: Path) -> int:
     for name, entry in header.items():
         if name != "__metadata__":
             start, end = entry["data_offsets"]
-            total += (int(end) - int(start)) // _STORED_BYTES.get(str(entry["dtype"]), 1)
+            total += (int(end) - int(start)) // DTYPE_BYTES.get(str(entry["dtype"]), 1)
             data_bytes = max(data_bytes, int(end))
     expected_bytes = 8 + size + data_bytes
     if path.stat().st_size < expected_bytes:

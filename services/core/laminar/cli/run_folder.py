@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from laminar.cli.errors import BadInput
 from laminar.wire.job_file import diff_jobs, is_steps_upward_only, job_digest
-from laminar.wire.messages import ChainMember
+from laminar.wire.messages import ChainMember, EvaluationRow
 from laminar.wire.spec import LaminarJob
 
 SUN_PATH_BYTES = 107
@@ -77,7 +77,7 @@ class Result(_Stored):
     """Mean training reward of the first 5 steps."""
     reward_last: float | None = None
     """Mean training reward of the last 5 steps."""
-    evaluations: list[dict[str, str | int | float]] = []
+    evaluations: list[EvaluationRow] = []
     conditions: dict[str, str] = {}
     skipped_prompts: dict[str, int] = {}
     """Rows of the data files that were left out, by reason."""

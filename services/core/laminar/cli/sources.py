@@ -24,6 +24,8 @@ from laminar.wire.spec import Evaluation, JobSpec, LaminarJob, Reward, TrainData
 
 FILE = "file:"
 Report = Callable[[str], None]
+JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+"""All read as one JSON object a line."""
 MAX_RECIPE_LINE_BYTES = 2**20
 
 
@@ -106,11 +108,15 @@ def weight_files(folder: Path) -> Iterator[Path]:
 def check_data(path: Path, data: TrainData | Evaluation) -> None:
     """The file is there, has a row, and its first row (its schema) has both columns."""
     where = f"evaluation '{data.name}'" if isinstance(data, Evaluation) else "spec.data.train"
+    if path.is_dir():
+        raise BadInput(f"{where}: {path} is a folder; name the file in it.")
     if not path.is_file():
         raise BadInput(f"{where}: there is no file {path}.")
+    if path.suffix.lower() not in (*JSON_SUFFIXES, ".parquet"):
+        raise BadInput(f"{where}: {path} is neither .jsonl nor .parquet; convert it to one of them.")
     if path.stat().st_size == 0:
         raise BadInput(f"{where}: the file {path} is empty.")
-    columns = _parquet_columns(path, where) if path.suffix == ".parquet" else _jsonl_columns(path, where)
+    columns = _parquet_columns(path, where) if path.suffix.lower() == ".parquet" else _jsonl_columns(path, where)
     for option, name in (("promptField", data.prompt_field), ("answerField", data.answer_field)):
         if name not in columns:
             near = difflib.get_close_matches(name, sorted(columns), n=1, cutoff=0.5) or [
@@ -218,7 +224,7 @@ def _parquet_columns(path: Path, where: str) -> set[str]:
         with parquet.ParquetFile(path) as file:
             num_rows, fields = int(file.metadata.num_rows), list(file.schema_arrow)
     except arrow.ArrowException as error:
-        raise BadInput(f"{where}: the file {path} is not a parquet file: {error}.") from error
+        raise BadInput(f"{where}: the file {path} is not a parquet file ({str(error).rstrip('.')}).") from error
     if num_rows == 0:
         raise BadInput(f"{where}: the file {path} has no rows.")
     return {name for field in fields for name in _arrow_names("", field)}

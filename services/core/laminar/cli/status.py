@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, RootModel, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from laminar.cli.errors import BadInput
 from laminar.cli.metering import surviving
@@ -30,7 +30,7 @@ from laminar.shell.ledger_file import (
     read_steps,
 )
 from laminar.shell.process import process_alive
-from laminar.wire.messages import EvaluationRow, Event, JobStatus, StepRow
+from laminar.wire.messages import EvaluationRow, Event, Events, JobStatus, StepRow, Steps
 from laminar.wire.spec import LaminarJob
 
 CALL_S = 2.0
@@ -38,14 +38,6 @@ CALL_S = 2.0
 WATCH_EVERY_S = 1.0
 SHOWN_EVENTS = 6
 MAX_EVENTS = 500
-
-
-class _Steps(RootModel[list[StepRow]]):
-    """Answer of `GET /v1/steps`."""
-
-
-class _Events(RootModel[list[Event]]):
-    """Answer of `GET /v1/events`."""
 
 
 class _Endpoint(BaseModel):
@@ -109,7 +101,7 @@ def _ask(url: str, token: str, uid: str) -> Running | None:
             steps = _all_steps(client)
             after = max(0, status.last_event_seq - SHOWN_EVENTS)
             params = {"after": after, "limit": MAX_EVENTS}
-            events = client.get_json("/v1/events", _Events, CALL_S, deadline_s=CALL_S, params=params).root
+            events = client.get_json("/v1/events", Events, CALL_S, deadline_s=CALL_S, params=params).root
     except (Unreachable, Refused):
         return None
     return Running(status, surviving(steps), events)
@@ -120,7 +112,7 @@ def _all_steps(client: BlockingClient) -> list[StepRow]:
     found: list[StepRow] = []
     while True:
         after = found[-1].step if found else -1
-        page = client.get_json("/v1/steps", _Steps, CALL_S, deadline_s=CALL_S, params={"after": after}).root
+        page = client.get_json("/v1/steps", Steps, CALL_S, deadline_s=CALL_S, params={"after": after}).root
         if not page or page[-1].step <= after:
             return found
         found += page
@@ -171,6 +163,8 @@ def as_json(path: Path) -> str:
         "last_step": found.steps[-1].model_dump(mode="json") if found.steps else None,
         "evaluations": [row.model_dump(mode="json") for row in found.evaluations],
         "counts": asdict(found.audit) if found.audit else None,
+        "conditions": found.result.conditions if found.result else {},
+        "skipped_prompts": found.result.skipped_prompts if found.result else {},
     }  # fmt: skip
     total = resting_summary(job, found)
     if total is not None:
@@ -188,11 +182,9 @@ def show(path: Path, *, watch: bool) -> None:
     if not watch:
         console.print(_picture(path, found, console.width))
         return
-    # Nothing ever sets it: an event is the wait that Ctrl-C ends at once.
-    never = threading.Event()
     with Live(_picture(path, found, console.width), console=console, auto_refresh=False) as live:
         while isinstance(found, Running) or found.driver_alive:
-            never.wait(WATCH_EVERY_S)
+            time.sleep(WATCH_EVERY_S)  # noqa: TID251 - the picture is drawn again at this pace; Ctrl-C ends the wait
             found = look(path)
             live.update(_picture(path, found, console.width), refresh=True)
 

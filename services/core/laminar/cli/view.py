@@ -161,8 +161,7 @@ def ending(result: Result, run: RunFolder) -> list[str]:
     if result.reward_first is not None and result.reward_last is not None:
         lines.append(f"reward {result.reward_first:.3f} -> {result.reward_last:.3f} (first and last 5 steps)")
     for row in result.evaluations:
-        error = f" +- {row['stderr']:.3f}" if "stderr" in row else ""
-        lines.append(f"{row['name']} ({row['mode']}, {row['point']} version): {row['mean']:.3f}{error}")
+        lines.append(f"{row.name} ({row.mode}, {row.point} version): {row.mean:.3f} +- {row.stderr:.3f}")
     if result.skipped_prompts:
         lines.append(f"prompts left out: {left_out(result.skipped_prompts)}")
     lines.extend(f"{name}: {text}" for name, text in result.conditions.items() if text)

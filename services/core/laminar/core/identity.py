@@ -7,6 +7,7 @@ highest seen is refused, so a superseded process can keep talking and change not
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NewType
 
 Version = NewType("Version", int)
@@ -23,6 +24,15 @@ Epoch = NewType("Epoch", int)
 """The number of the relay chain's membership list; issued by the driver."""
 Step = NewType("Step", int)
 """A training step; batch k is sealed for step k; v0 belongs to step 0."""
+
+
+class Role(StrEnum):
+    """What a member does; the first part of its slot's name."""
+
+    POOL = "pool"
+    RELAY = "relay"
+    ROLLOUT = "rollout"
+    TRAINER = "trainer"
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -155,8 +155,8 @@ class Ledger:
         """Answer a replica whose batch has ended. A replica that still holds running samples gets those again: the
         earlier answer was lost on the way. A newer visible version comes before any grant."""
         running = [sample for sample in self.held_by(holder) if sample.state is SampleState.LEASED]
-        if running and all(sample.version == version for sample in running):
-            return Grant(version or 0, tuple(running))
+        if running and version is not None and all(sample.version == version for sample in running):
+            return Grant(version, tuple(running))
         newest = self._register.newest
         if newest is None or self.finished:
             return Wait()
@@ -317,10 +317,7 @@ class Ledger:
     def lose(self, source: Holder, destinations: Iterable[Destination], reason: str) -> list[Moved]:
         """A replica is suspect, dead or superseded: each sample it holds gets a new term, elsewhere or nowhere yet."""
         held = {sample.key: sample for sample in self.held_by(source)}
-        lost = [
-            Lost(s.key, s.version if s.version is not None else -1, s.length, s.state is SampleState.FINISHED)
-            for s in held.values()
-        ]
+        lost = [_lost(sample) for sample in held.values()]
         others = [destination for destination in destinations if destination.holder != source]
         return [
             self._move(held[redirect.key], source, redirect.to, f"{reason}: {redirect.reason}")
@@ -399,7 +396,7 @@ class Ledger:
         if step <= self.committed_step:
             return []
         if step != self.committed_step + 1 or step not in self.batches:
-            raise StepConflict(f"step {step} cannot be committed: {self.committed_step} is the last, not sealed")
+            raise StepConflict(f"step {step} is not sealed, or not the next one after step {self.committed_step}")
         groups = self.batch_groups(step)
         for group in groups:
             group.state = GroupState.CONSUMED
@@ -464,3 +461,8 @@ class Ledger:
         """The last step is done: what is still open can be used by nobody."""
         for group in list(self.groups.values()):
             self._discard_group(group, DiscardReason.SURPLUS, "the last step was committed")
+
+
+def _lost(sample: Sample) -> Lost:
+    assert sample.version is not None, f"sample {sample.key} is held without a version"
+    return Lost(sample.key, sample.version, sample.length, ended=sample.state is SampleState.FINISHED)

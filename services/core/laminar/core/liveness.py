@@ -19,12 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-
-class Role(StrEnum):
-    POOL = "pool"
-    RELAY = "relay"
-    ROLLOUT = "rollout"
-    TRAINER = "trainer"
+from laminar.core.identity import Role
 
 
 class Verdict(StrEnum):

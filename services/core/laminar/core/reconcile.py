@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from laminar.core.chain import ChainNode, RelayView, plan_chain
-from laminar.core.identity import Incarnation, Version
-from laminar.core.liveness import DEFAULT_LIMITS, Limits, Role, Verdict, verdict
+from laminar.core.identity import Incarnation, Role, Version
+from laminar.core.liveness import DEFAULT_LIMITS, Limits, Verdict, verdict
 from laminar.core.restarts import Restarts, exhausted
 from laminar.core.snapshot import JobPhase, Member, MemberPhase, Place, PoolStage, Snapshot, places
 
@@ -29,8 +29,10 @@ STOP_GRACE_S = 10.0
 """A member that was asked to stop is killed after this."""
 CHAIN_START_S = 10.0
 """The first chain waits this long for all relays: each later join would restart the first broadcast."""
-SETTLE_S = 30.0
-"""How long the pool may take to show what a trainer that exited with 0 has told it."""
+SETTLE_S = 5.0
+"""How long the pool may take to show what a trainer that exited with 0 has told it: its stream is half a second old."""
+HOLDINGS_KNOWN_S = 5.0
+"""Relays tell in each heartbeat what they hold: after this, what a pool has not heard of is not there."""
 SHOW_BRAKE_AFTER_S = 3.0
 """A pool that restarts within this is not worth a condition."""
 MASS_FAILURE = "MassFailureSuspected"
@@ -140,12 +142,18 @@ def _outcome(s: Snapshot) -> SetPhase | None:
             return SetPhase(JobPhase.FAILED, f"{member.slot} {why}{words}")
     if s.pool.stage is PoolStage.FAILED:
         return SetPhase(JobPhase.FAILED, s.pool.reason or "the pool declared the job failed")
+    # A pool that is away comes back and says so again, and the end of the record is still to be asked of it.
+    return _orderly_end(s) if s.pool.reachable else None
+
+
+def _orderly_end(s: Snapshot) -> SetPhase | None:
     trainer = _newest(s, "trainer-0")
-    if trainer is None or trainer.exit is None or trainer.exit.code != 0:
-        return None
-    if s.pool.stage is PoolStage.COMPLETE:
+    left = trainer is not None and trainer.exit is not None and trainer.exit.code == 0
+    if s.pool.stage is PoolStage.COMPLETE and left:
         return SetPhase(JobPhase.COMPLETE, "all steps are done")
-    if s.pool.stage is PoolStage.STOPPED:
+    # Whatever ended a trainer, or keeps the next one: all that is committed is in a checkpoint.
+    trains = trainer is not None and trainer.exit is None and trainer.life <= s.pool.attempt
+    if s.pool.stage is PoolStage.STOPPED and (left or (s.stop_acknowledged and not trains)):
         return SetPhase(JobPhase.STOPPED, s.pool.reason or "stopped")
     return None
 
@@ -163,9 +171,12 @@ def _finished(s: Snapshot, member: Member) -> bool:
 
 
 def _weights_are_gone(s: Snapshot, since_s: float) -> bool:
-    """No living relay holds a version and all are younger than the trainer's exit: nobody is left to send it."""
+    """No living relay holds the version that the evaluation is of, and the trainer, which had it, left at `since_s`."""
+    pools_s = [m.started_s for m in s.members if m.role is Role.POOL]
+    if not s.pool.reachable or s.pool.newest_version is None or s.now_s - max(since_s, *pools_s) < HOLDINGS_KNOWN_S:
+        return False
     relays = [m for m in s.members if m.role is Role.RELAY and m.phase is not MemberPhase.EXITED]
-    return all(m.started_s > since_s and m.newest_version is None for m in relays)
+    return all(m.newest_version is None or m.newest_version < s.pool.newest_version for m in relays)
 
 
 def _step(s: Snapshot, place: Place, limits: Limits) -> Iterator[Action]:
@@ -299,7 +310,7 @@ def _listens(member: Member) -> bool:
 def _membership_change(before: tuple[ChainNode, ...], after: tuple[ChainNode, ...]) -> str:
     old, new = [node.slot for node in before], [node.slot for node in after]
     left, joined = sorted(set(old) - set(new)), sorted(set(new) - set(old))
-    changes = [f"{', '.join(left)} left"] * bool(left) + [f"{', '.join(joined)} joined"] * bool(joined)
+    changes = [f"{', '.join(slots)} {verb}" for slots, verb in ((left, "left"), (joined, "joined")) if slots]
     return "; ".join(changes) or "a member came back"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from laminar.core.liveness import Role
+from laminar.core.identity import Role
 
 QUICK_CRASH_S = 20.0
 """A life shorter than this did no work: imports alone take several seconds."""

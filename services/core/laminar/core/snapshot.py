@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from laminar.core.chain import ChainNode
-from laminar.core.liveness import Brake, Evidence, Role
+from laminar.core.identity import Role
+from laminar.core.liveness import Brake, Evidence
 from laminar.core.restarts import Restarts
 
 
@@ -105,6 +106,8 @@ class Pool:
     stage: PoolStage = PoolStage.BUSY
     reason: str = ""
     attempt: int = 0
+    newest_version: int | None = None
+    """The newest visible one: what replicas load next."""
 
 
 @dataclass(frozen=True, slots=True)

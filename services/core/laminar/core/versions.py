@@ -25,6 +25,11 @@ RELAYS_NEEDED = 2
 then cannot take back what replicas already load."""
 
 
+def relays_needed(num_relays: int) -> int:
+    """How many of the relays must hold a version before it is visible."""
+    return min(RELAYS_NEEDED, max(1, num_relays))
+
+
 @dataclass(slots=True)
 class VersionRow:
     """One publication. `complete_on`: slots of relays that reported it whole and verified."""
@@ -142,7 +147,7 @@ class VersionRegister:
     def _maybe_visible(self, row: VersionRow, num_relays: int) -> bool:
         if row.state is not VersionState.RESERVED or not row.complete_on:
             return False
-        if len(row.complete_on) < min(RELAYS_NEEDED, max(1, num_relays)):
+        if len(row.complete_on) < relays_needed(num_relays):
             return False
         row.state = VersionState.VISIBLE
         self.dirty.add(row.version)

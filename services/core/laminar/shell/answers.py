@@ -72,16 +72,18 @@ class PushResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async with aclosing(self._chunks):
-            await first_of(self._pump(send), self._until_gone(receive), self._stopping.wait())
+            await first_of(self._pump(send), until_gone(receive), self._stopping.wait())
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _pump(self, send: Send) -> None:
         async for chunk in self._chunks:
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
 
-    async def _until_gone(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            continue
+
+async def until_gone(receive: Receive) -> None:
+    """Returns when the caller has closed its connection. The request's body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        continue
 
 
 async def first_of(wanted: Coroutine[Any, Any, T], *ends: Coroutine[Any, Any, Any]) -> T | None:

@@ -33,9 +33,6 @@ from laminar.wire.manifest import Manifest, check_manifest, verify_chunk
 PURPOSE = "handoff"
 SLOT_HEADER_BYTES = 4096
 """First page of a slot: its generation (uint64, native order), which changes before its contents do."""
-F_GET_SEALS = 1034
-F_SEAL_SHRINK = 0x2
-"""linux/fcntl.h; a slot that cannot shrink cannot make its readers fault."""
 MAX_WAIT_S = 30.0
 """The longest that a relay keeps one request open."""
 
@@ -146,7 +143,9 @@ def _map(conn: SocketConn, manifest: Manifest) -> mmap.mmap:
         raise PeerLost(f"{conn.peer} closed the connection")
     try:
         needed_bytes = SLOT_HEADER_BYTES + manifest.total_bytes
-        if os.fstat(fds[0]).st_size < needed_bytes or not fcntl.fcntl(fds[0], F_GET_SEALS) & F_SEAL_SHRINK:
+        # A slot that cannot shrink cannot make its readers fault.
+        cannot_shrink = fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+        if os.fstat(fds[0]).st_size < needed_bytes or not cannot_shrink:
             raise BadPeer(Refusal.MALFORMED, f"{conn.peer} passed a descriptor that is no sealed slot")
         return mmap.mmap(fds[0], needed_bytes, access=mmap.ACCESS_READ)
     finally:

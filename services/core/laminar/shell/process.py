@@ -26,7 +26,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _CANNOT_FORK = "TtD"
 """Stopped, traced, or inside the kernel with the stop pending: as the parent of a vfork whose child was stopped."""
-_SCAN_PAUSE_MS = 2
+_SCAN_PAUSE_S = 0.002
 """Between two scans of /proc while processes stop: a stop takes microseconds, a scan about a millisecond."""
 
 
@@ -157,7 +157,7 @@ def _stop_all(
                 settled = False
         if settled or time.monotonic() > ends_s:
             return
-        select.select([], [], [], _SCAN_PAUSE_MS / 1000)
+        time.sleep(_SCAN_PAUSE_S)  # noqa: TID251 - /proc tells nobody when a process has stopped
 
 
 def _open(stat: _Stat) -> int | None:

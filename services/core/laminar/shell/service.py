@@ -30,7 +30,16 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollecto
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from laminar.shell.answers import MsgpackResponse, PushResponse, Refusal, first_of, install_answers, msgpack_body
+from laminar.core.reconcile import EXIT_BAD_INPUT
+from laminar.shell.answers import (
+    MsgpackResponse,
+    PushResponse,
+    Refusal,
+    first_of,
+    install_answers,
+    msgpack_body,
+    until_gone,
+)
 from laminar.shell.logs import configure_logging, fields
 from laminar.shell.process import die_with_parent
 from laminar.shell.settings import Common, SettingsError
@@ -133,7 +142,7 @@ class Service:
         """
         ends: list[Coroutine[Any, Any, Any]] = [self.stopping.wait()]
         if request is not None:
-            ends.append(_until_gone(request.receive))
+            ends.append(until_gone(request.receive))
         limit = asyncio.timeout(wait_s)
         try:
             async with limit:
@@ -275,12 +284,6 @@ def _server_config(app: ASGIApp) -> uvicorn.Config:
     )  # fmt: skip
 
 
-async def _until_gone(receive: Receive) -> None:
-    """Returns when the caller has closed its connection. The request's body must have been read."""
-    while (await receive())["type"] != "http.disconnect":
-        continue
-
-
 async def _let_end(tasks: list[asyncio.Task[None]], grace_s: float) -> None:
     if not tasks:
         return
@@ -293,7 +296,7 @@ async def _let_end(tasks: list[asyncio.Task[None]], grace_s: float) -> None:
 def start(main: Callable[[Common], Awaitable[int]]) -> NoReturn:
     """The whole of a service's `__main__`: settings, logs, event loop; exits with what `main` returns.
 
-    The process dies with its parent. Wrong settings are one line and exit code 2; an exception is a traceback and 1.
+    The process dies with its parent. Wrong settings are one line and EXIT_BAD_INPUT; an exception is a traceback and 1.
     """
     die_with_parent()
     try:
@@ -303,7 +306,7 @@ def start(main: Callable[[Common], Awaitable[int]]) -> NoReturn:
             code = runner.run(_settled(main, common))
     except SettingsError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(EXIT_BAD_INPUT)
     sys.exit(code)
 
 

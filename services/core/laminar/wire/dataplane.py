@@ -46,13 +46,6 @@ class GroupGrant(Struct, frozen=True, kw_only=True):
     samples: list[SampleGrant]
 
 
-class RelayAddress(Struct, frozen=True, kw_only=True):
-    slot: str
-    handoff: str
-    """Path of the unix socket of the relay's hand-off on this machine; empty for a remote relay."""
-    data_address: str
-
-
 class LeaseCall(Struct, frozen=True, kw_only=True):
     slot: str
     incarnation: int
@@ -78,8 +71,8 @@ class LeaseReply(Struct, frozen=True, kw_only=True):
     digest: str = ""
     groups: list[GroupGrant] = []
     temperature: float = 1.0
-    relays: list[RelayAddress] = []
-    """This machine's relay first, then up to two neighbours."""
+    relays: list[str] = []
+    """REFRESH: chain listeners (host:port) to copy from where mapping does not work, this machine's relay first."""
 
 
 class AppendItem(Struct, frozen=True, kw_only=True):

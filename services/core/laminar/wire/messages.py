@@ -8,20 +8,15 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, RootModel
+
+from laminar.core.identity import Role as Role
 
 
 class Message(BaseModel):
     """Frozen; unknown fields are ignored so that a newer peer can talk to an older one."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-class Role(StrEnum):
-    POOL = "pool"
-    RELAY = "relay"
-    ROLLOUT = "rollout"
-    TRAINER = "trainer"
 
 
 class MemberState(StrEnum):
@@ -145,6 +140,7 @@ class PoolView(Message):
     highest_epoch: int = 0
     attempt: int = 0
     durable_step: int | None = Field(default=None, description="step of the newest registered checkpoint")
+    newest: int | None = Field(default=None, description="newest visible version; null: none yet")
     reason: str = Field(default="", description="why the phase is failed")
 
 
@@ -326,6 +322,14 @@ class StepRow(Message):
     inherent: dict[int, int] = {}
     consumed: dict[int, int] = {}
     stats: dict[str, float] = {}
+
+
+class Steps(RootModel[list[StepRow]]):
+    """Answer of `GET /v1/steps`: at most a fixed number of rows a call, in step order; the caller asks on."""
+
+
+class Events(RootModel[list[Event]]):
+    """Answer of `GET /v1/events`."""
 
 
 class EvaluationRow(Message):

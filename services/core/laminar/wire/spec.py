@@ -48,7 +48,7 @@ class TrainData(SpecModel):
 
 
 class Data(SpecModel):
-    train: TrainData
+    train: TrainData = Field(description="The prompts to train on.")
     max_prompt_tokens: int = Field(
         default=1024, ge=1, le=1_000_000, description="Longer prompts are left out of training and counted as tooLong."
     )
@@ -58,10 +58,14 @@ class Data(SpecModel):
 
 
 class Evaluation(SpecModel):
-    name: Name
-    source: Source
-    prompt_field: FieldPath = "prompt"
-    answer_field: FieldPath = "answer"
+    name: Name = Field(description="Name in tables, metrics and the report; unique in the list.")
+    source: Source = Field(description="JSONL or parquet file of prompts that are not trained on.")
+    prompt_field: FieldPath = Field(
+        default="prompt", description="Column of the prompt: a string, or a list of chat messages."
+    )
+    answer_field: FieldPath = Field(
+        default="answer", description="Column of the reference answer that the rewards compare with."
+    )
     samples_per_prompt: int = Field(
         default=1, ge=1, le=64, description="Sampled responses a prompt at temperature 1; one greedy one is added."
     )
@@ -92,7 +96,7 @@ class RewardType(StrEnum):
 
 
 class Reward(SpecModel):
-    name: Name
+    name: Name = Field(description="Name of this part of the reward; unique in the list.")
     type: RewardType = Field(description="exact: equal text; math: equal value (math-verify); python: your function.")
     weight: float = Field(default=1.0, ge=-1000, le=1000, description="The reward is the weighted sum of all entries.")
     extract: Extract | None = Field(default=None, description="Take this part of the response; without it, all of it.")
@@ -112,8 +116,12 @@ class Reward(SpecModel):
 
 
 class Sampling(SpecModel):
-    max_response_tokens: int = Field(default=1024, ge=1, le=1_000_000)
-    temperature: float = Field(default=1.0, gt=0, le=10)
+    max_response_tokens: int = Field(
+        default=1024, ge=1, le=1_000_000, description="A response is cut here; one that was cut gets reward 0."
+    )
+    temperature: float = Field(
+        default=1.0, gt=0, le=10, description="Of training responses; the loss uses log-probs at the same temperature."
+    )
     top_p: float = Field(
         default=1.0, ge=1.0, le=1.0,
         description="Only 1.0: a truncated distribution would make the behaviour log-probs wrong.",
@@ -121,8 +129,12 @@ class Sampling(SpecModel):
 
 
 class Clip(SpecModel):
-    low: float = Field(default=0.2, gt=0, lt=1)
-    high: float = Field(default=0.28, gt=0, le=100)
+    low: float = Field(
+        default=0.2, gt=0, lt=1, description="The probability ratio counts down to 1 - low, for negative advantages."
+    )
+    high: float = Field(
+        default=0.28, gt=0, le=100, description="The probability ratio counts up to 1 + high, for positive advantages."
+    )
 
 
 class LossType(StrEnum):
@@ -130,14 +142,18 @@ class LossType(StrEnum):
 
 
 class Algorithm(SpecModel):
-    loss: LossType = LossType.GRPO
-    prompts_per_step: int = Field(default=32, ge=1, le=65_536)
-    samples_per_prompt: int = Field(default=8, ge=2, le=1024)
+    loss: LossType = Field(
+        default=LossType.GRPO, description="grpo: clipped token ratios, advantages standardised within each group."
+    )
+    prompts_per_step: int = Field(default=32, ge=1, le=65_536, description="Prompts, and so groups, of one step.")
+    samples_per_prompt: int = Field(default=8, ge=2, le=1024, description="Responses of one prompt: its group.")
     mini_batch_trajectories: int | None = Field(
         default=None, ge=1, le=1_000_000, description="Trajectories of one optimizer update; unset: one update a step."
     )
-    clip: Clip = Clip()
-    learning_rate: float = Field(default=1.0e-6, gt=0, le=1)
+    clip: Clip = Field(default=Clip(), description="Range in which a token's probability ratio counts.")
+    learning_rate: float = Field(
+        default=1.0e-6, gt=0, le=1, description="Of AdamW; reached over the first 5 steps, constant afterwards."
+    )
 
 
 class ScheduleType(StrEnum):
@@ -146,22 +162,31 @@ class ScheduleType(StrEnum):
 
 
 class ScheduleSpec(SpecModel):
-    type: ScheduleType = ScheduleType.LAMINAR
+    type: ScheduleType = Field(
+        default=ScheduleType.LAMINAR,
+        description="laminar: each replica loads the newest weights when its own batch ends; synchronous: all "
+        "trajectories of a step come from the weights that the step starts from.",
+    )
     max_ahead_steps: int = Field(
         default=2, ge=1, le=64,
-        description="New groups start only while fewer than this many steps' worth are started and not yet consumed.",
+        description="laminar: new groups start only while fewer than this many steps' worth are started and not yet "
+        "trained on.",
     )  # fmt: skip
 
 
 class Checkpoint(SpecModel):
-    every_steps: int = Field(default=10, ge=1, le=1_000_000)
+    every_steps: int = Field(
+        default=10, ge=1, le=1_000_000, description="Steps between checkpoints; there is always one at the end."
+    )
     keep: int = Field(default=3, ge=1, le=1000, description="Newest checkpoints kept; older ones are removed.")
 
 
 class Trainer(SpecModel):
     replicas: int = Field(default=1, ge=1, le=4096, description="Ranks (embedded), or pods (cluster).")
-    gpus_per_replica: int = Field(default=0, ge=0, le=16)
-    checkpoint: Checkpoint = Checkpoint()
+    gpus_per_replica: int = Field(
+        default=0, ge=0, le=16, description="GPUs of one rank. The local driver trains on the CPU and ignores it."
+    )
+    checkpoint: Checkpoint = Field(default=Checkpoint(), description="When to save, and how much to keep.")
     backoff_limit: int = Field(
         default=5, ge=0, le=1000, description="Failed attempts without a newer checkpoint before the job fails."
     )
@@ -172,17 +197,21 @@ class EngineType(StrEnum):
 
 
 class Engine(SpecModel):
-    type: EngineType = EngineType.TORCH
+    type: EngineType = Field(
+        default=EngineType.TORCH, description="torch: transformers with a plain KV cache, on the CPU."
+    )
     max_running: int = Field(default=64, ge=1, le=4096, description="Trajectories that one engine decodes together.")
 
 
 class Rollout(SpecModel):
-    replicas: int = Field(default=2, ge=1, le=4096)
-    gpus_per_replica: int = Field(default=0, ge=0, le=16)
+    replicas: int = Field(default=2, ge=1, le=4096, description="Rollout replicas; each has one engine.")
+    gpus_per_replica: int = Field(
+        default=0, ge=0, le=16, description="GPUs of one replica. The local driver generates on the CPU and ignores it."
+    )
     prompts_per_lease: int | None = Field(
         default=None, ge=1, le=65_536, description="Groups of one lease; unset: promptsPerStep / replicas, rounded up."
     )
-    engine: Engine = Engine()
+    engine: Engine = Field(default=Engine(), description="What generates the responses.")
 
 
 class Relay(SpecModel):
@@ -208,22 +237,29 @@ class TensorBoard(SpecModel):
 
 
 class Loggers(SpecModel):
-    tensorboard: TensorBoard | None = None
+    tensorboard: TensorBoard | None = Field(
+        default=None, description="Present, as in {}: event files in RUN/tensorboard."
+    )
 
 
 class JobSpec(SpecModel):
     steps: int = Field(ge=1, le=10_000_000, description="Training steps; may only grow while a job runs.")
-    model: Model
-    data: Data
-    evaluations: list[Evaluation] = Field(default=[], max_length=16)
-    rewards: list[Reward] = Field(min_length=1, max_length=16)
-    sampling: Sampling = Sampling()
-    algorithm: Algorithm = Algorithm()
-    schedule: ScheduleSpec = ScheduleSpec()
-    trainer: Trainer = Trainer()
-    rollout: Rollout = Rollout()
-    relay: Relay = Relay()
-    loggers: Loggers = Loggers()
+    model: Model = Field(description="The model to train.")
+    data: Data = Field(description="Prompts, and the order in which they come.")
+    evaluations: list[Evaluation] = Field(
+        default=[], max_length=16,
+        description="Held-out data, scored at the first and at the last version, sampled and greedy; training waits.",
+    )  # fmt: skip
+    rewards: list[Reward] = Field(
+        min_length=1, max_length=16, description="How a response is graded: the sum of these."
+    )
+    sampling: Sampling = Field(default=Sampling(), description="How training responses are generated.")
+    algorithm: Algorithm = Field(default=Algorithm(), description="What one training step computes.")
+    schedule: ScheduleSpec = Field(default=ScheduleSpec(), description="When responses start, and with which weights.")
+    trainer: Trainer = Field(default=Trainer(), description="The processes that train.")
+    rollout: Rollout = Field(default=Rollout(), description="The processes that generate and grade.")
+    relay: Relay = Field(default=Relay(), description="The processes that carry weights to the rollouts.")
+    loggers: Loggers = Field(default=Loggers(), description="Records beside RUN/metrics.jsonl.")
 
     @field_validator("evaluations", "rewards")
     @classmethod
@@ -248,13 +284,13 @@ class JobSpec(SpecModel):
 
 
 class Metadata(SpecModel):
-    name: Name
+    name: Name = Field(description="The job's name, and that of its run folder.")
 
 
 class LaminarJob(SpecModel):
     """One training job: `kubectl apply -f` or `laminar run`."""
 
-    api_version: Literal["laminar.dev/v1alpha1"] = API_VERSION
-    kind: Literal["LaminarJob"] = KIND
-    metadata: Metadata
-    spec: JobSpec
+    api_version: Literal["laminar.dev/v1alpha1"] = Field(default=API_VERSION, description="Version of these fields.")
+    kind: Literal["LaminarJob"] = Field(default=KIND, description="What this document describes.")
+    metadata: Metadata = Field(description="What names the job.")
+    spec: JobSpec = Field(description="What the job is to do.")

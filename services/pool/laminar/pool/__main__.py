@@ -9,6 +9,7 @@ from pathlib import Path
 
 from prometheus_client import Histogram
 
+from laminar.core.reconcile import EXIT_BAD_INPUT
 from laminar.pool.app import add_routes
 from laminar.pool.books import Books, JobIdentity
 from laminar.pool.data import DataError
@@ -24,8 +25,6 @@ from laminar.pool.tokenize import TokenizerError
 from laminar.shell.service import Service, start
 from laminar.shell.settings import Common, env_path
 
-EXIT_BAD_INPUT = 2
-"""Starting again would change nothing: only the user can mend it."""
 EXIT_AGAIN = 1
 TICK_LIMIT_S = 10.0
 COMMIT_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
@@ -46,7 +45,7 @@ async def main(common: Common) -> int:
         # Chat templates may ask for the date: a restarted pool must make the same prompts.
         began = datetime.fromtimestamp(float(stored.meta.get("started_wall_s", clock.wall_s())))
         prompts = load_prompts(job, began)
-        _check_data(stored, prompts.digest, common.load_job().spec.data.train.source)
+        _check_data(stored, prompts.digest, job.spec.data.train.source)
         books = Books(JobIdentity(job, common.job_uid, common.generation), prompts, store, stored, clock)
         books.write(meta("data_digest", prompts.digest))
         return await _serve(common, books, store, stored)

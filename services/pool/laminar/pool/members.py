@@ -24,6 +24,9 @@ SILENT_S = 3.0
 TICK_S = 0.25
 LAG_S = 0.1
 """A tick later than this means that this process did not run: everybody's silence is extended by it."""
+STREAM_LAG_S = 2.0
+"""Replicas give a command stream up that brings nothing for 5 s (pings come every second): if this process stood
+still for longer than this, a stream that ends says nothing about its replica."""
 STALL_S = 60.0
 """A replica with running samples and no token for this long is as good as dead (design 9)."""
 MAX_COMMANDS = 1024
@@ -142,6 +145,7 @@ class Members:
             for row in stored
         }
         self._ticked_s = now_s
+        self._stood_still_s = float("-inf")
 
     def all(self) -> list[Member]:
         return [member for _, member in sorted(self._members.items())]
@@ -206,12 +210,15 @@ class Members:
         member.stream = CommandStream()
         return member.stream
 
-    def close_stream(self, slot: str, stream: CommandStream) -> Member | None:
-        """The connection is gone: its member, now suspect; None if the stream did not count any more."""
+    def close_stream(self, slot: str, stream: CommandStream, now_s: float) -> Member | None:
+        """The connection is gone: its member, now suspect; None if the stream did not count any more, or if it may
+        have ended because of us (then silence judges, as it does everybody)."""
         member = self._members.get(slot)
         if member is None or member.stream is not stream:
             return None
         member.stream = None
+        if now_s - self._ticked_s > STREAM_LAG_S or now_s - self._stood_still_s < SILENT_S:
+            return None
         member.suspect = True
         return member
 
@@ -219,10 +226,13 @@ class Members:
         """Call every TICK_S. Returns the members that turned suspect by silence."""
         lag_s = now_s - self._ticked_s - TICK_S
         self._ticked_s = now_s
+        if lag_s > STREAM_LAG_S:
+            self._stood_still_s = now_s
         if lag_s > LAG_S:
             for member in self._members.values():
-                member.heard_s += lag_s
-                member.progress_s += lag_s
+                # Whoever was heard since the pause needs no allowance for it.
+                member.heard_s = min(now_s, member.heard_s + lag_s)
+                member.progress_s = min(now_s, member.progress_s + lag_s)
         silent = [m for m in self.all() if not (m.suspect or m.fenced) and now_s - m.heard_s > SILENT_S]
         for member in silent:
             member.suspect = True

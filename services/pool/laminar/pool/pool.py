@@ -167,7 +167,8 @@ class Pool:
     def _stream_ended(self, member: Member, stream: CommandStream) -> None:
         if self.stopping():
             return  # the connection ends with this process: that says nothing about the member
-        if self.books.members.close_stream(member.slot, stream) is member and not member.fenced:
+        now_s = self.books.clock.monotonic_s()
+        if self.books.members.close_stream(member.slot, stream, now_s) is member and not member.fenced:
             self._suspect(member, "its command connection closed")
             self.books.submit()
 
@@ -231,11 +232,12 @@ class Pool:
         books = self.books
         now_s = books.clock.monotonic_s()
         epochs = [member.epoch for member in books.members.of_role(Role.RELAY) if member.epoch is not None]
+        newest = books.register.newest
         return PoolView(
             generation=books.identity.generation, phase=books.phase,
             members=[member.view(now_s) for member in books.members.all()],
             highest_epoch=max([books.chain.epoch, *epochs]), attempt=books.attempt, durable_step=books.durable_step,
-            reason=books.failed_reason or books.stop_reason or "",
+            newest=newest.version if newest else None, reason=books.failed_reason or books.stop_reason or "",
         )  # fmt: skip
 
     async def views(self) -> AsyncGenerator[bytes, None]:

@@ -36,17 +36,17 @@ from laminar.wire.dataplane import (
     LeaseReply,
     ProgressCall,
     ProgressReply,
-    RelayAddress,
     SampleGrant,
     Verdict,
 )
 from laminar.wire.messages import PoolPhase, Role
 
+NEIGHBOURS = 2
+"""Relays beside its own that a replica hears of."""
 EVAL_LEASES_OF_RUNNING = 2
 """An evaluation lease holds this many times what the engine decodes together: no slot idles, and replicas share."""
 MAX_EVAL_FAILURES = 3
 """Infrastructure failures after which an evaluation sample counts as ungraded."""
-NEIGHBOURS = 2
 UNGRADED = "ResponsesUngraded"
 _EVAL = "eval/"
 _OVER = frozenset({PoolPhase.COMPLETE, PoolPhase.STOPPED, PoolPhase.FAILED})
@@ -104,12 +104,17 @@ class Rollouts:
                 return LeaseReply(
                     kind=LeaseKind.GRANT, version=version, digest=books.register.row(version).digest,
                     groups=self._grants(samples), temperature=books.spec.sampling.temperature,
-                    relays=self._relays(member),
                 )  # fmt: skip
 
     def _refresh(self, version: int, member: Member) -> LeaseReply:
         digest = self._books.register.row(version).digest
         return LeaseReply(kind=LeaseKind.REFRESH, version=version, digest=digest, relays=self._relays(member))
+
+    def _relays(self, member: Member) -> list[str]:
+        """This machine's relay first, then neighbours."""
+        relays = [relay for relay in self._books.members.of_role(Role.RELAY) if not relay.suspect]
+        relays.sort(key=lambda relay: (relay.register.machine != member.register.machine, relay.slot))
+        return [relay.register.data_address for relay in relays[: 1 + NEIGHBOURS]]
 
     def _evaluate(self, round_: EvaluationRound, call: LeaseCall, member: Member) -> LeaseReply | None:
         if call.version != round_.version:
@@ -124,17 +129,7 @@ class Rollouts:
         return LeaseReply(
             kind=LeaseKind.GRANT, version=round_.version, digest=self._books.register.row(round_.version).digest,
             groups=[self._eval_grant(group, items) for group, items in by_group.items()], temperature=1.0,
-            relays=self._relays(member),
         )  # fmt: skip
-
-    def _relays(self, member: Member) -> list[RelayAddress]:
-        """This machine's relay first, then neighbours."""
-        relays = [relay for relay in self._books.members.of_role(Role.RELAY) if not relay.suspect]
-        relays.sort(key=lambda relay: (relay.register.machine != member.register.machine, relay.slot))
-        return [
-            RelayAddress(slot=relay.slot, handoff="", data_address=relay.register.data_address)
-            for relay in relays[: 1 + NEIGHBOURS]
-        ]
 
     def _grants(self, samples: Iterable[Sample]) -> list[GroupGrant]:
         by_group: dict[str, list[Sample]] = {}

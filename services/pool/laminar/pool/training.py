@@ -17,7 +17,7 @@ from laminar.core.evaluation import EvalPoint
 from laminar.core.groups import slice_groups
 from laminar.core.ledger import StepConflict
 from laminar.core.samples import Group
-from laminar.core.versions import VersionConflict, VersionRow, VersionState
+from laminar.core.versions import VersionConflict, VersionRow, VersionState, relays_needed
 from laminar.pool import rows
 from laminar.pool.books import COMMIT_LIMIT_S, STORE_BUSY, Books
 from laminar.pool.restore import consumed_after
@@ -55,7 +55,8 @@ class Training:
     def __init__(self, books: Books) -> None:
         self._books = books
         self._turn = asyncio.Lock()
-        self._missed_saves = 0
+        self._missed_saves: set[int] = set()
+        """Steps whose save has failed since the last one that did not."""
 
     def fence(self, attempt: int) -> None:
         """Raises a 409 unless this attempt is the one that began last."""
@@ -116,7 +117,8 @@ class Training:
             # No sample moved, but the totals did.
             *rows.totals(books.ledger.counters, books.ledger.stream_position, books.ledger.committed_step),
         )
-        self._missed_saves, books.failed_reason = 0, ""
+        self._missed_saves.clear()
+        books.failed_reason = ""
         books.conditions.pop(CHECKPOINT_STALE, None)
         text = f"attempt {call.attempt} of the trainer goes on after step {step}"
         if committed > step:
@@ -149,7 +151,7 @@ class Training:
             version=version,
             visible=row.state is VersionState.VISIBLE,
             complete_on=sorted(row.complete_on),
-            needed=min(2, books.num_relays),
+            needed=relays_needed(books.num_relays),
             epoch=books.chain.epoch,
             master=books.master,
         )
@@ -374,7 +376,7 @@ class Training:
         if is_new:
             books.write_checkpoints(removable)
             books.event("checkpoint", f"checkpoint of step {info.step} is durable")
-            self._missed_saves = 0
+            self._missed_saves.clear()
             books.conditions.pop(CHECKPOINT_STALE, None)
             self._prune()
             books.news.members.notify()
@@ -383,14 +385,16 @@ class Training:
         )
 
     def checkpoint_failed(self, call: CheckpointFailed) -> None:
-        """Training goes on; after as many missed saves as are kept it stops."""
+        """Training goes on; after as many missed saves as are kept it stops. A repeated call changes nothing."""
         self.fence(call.attempt)
         books = self._books
-        self._missed_saves += 1
+        if call.step in self._missed_saves:
+            return
+        self._missed_saves.add(call.step)
         books.conditions[CHECKPOINT_STALE] = f"the checkpoint of step {call.step} failed: {call.reason}"
         books.event("checkpoint", books.conditions[CHECKPOINT_STALE])
-        if self._missed_saves >= books.spec.trainer.checkpoint.keep:
-            books.failed_reason = f"{self._missed_saves} checkpoints in a row failed: {call.reason}"
+        if len(self._missed_saves) >= books.spec.trainer.checkpoint.keep:
+            books.failed_reason = f"{len(self._missed_saves)} checkpoints in a row failed: {call.reason}"
 
     def _prune(self) -> None:
         """Responses that no checkpoint can ask for again go, except those that the report shows."""

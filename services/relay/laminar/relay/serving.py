@@ -65,11 +65,6 @@ class ConnectionServer:
         self._listener.close()
         self._stop.close()
 
-    @property
-    def num_conns(self) -> int:
-        with self._lock:
-            return len(self._conns)
-
     def _accept(self) -> None:
         try:
             while (conn := self._listener.accept(self._stop)) is not None:

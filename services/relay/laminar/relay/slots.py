@@ -13,14 +13,10 @@ import os
 
 from laminar.shell.handoff import SLOT_HEADER_BYTES
 
-F_ADD_SEALS = 1033
-F_SEAL_SEAL = 0x1
-F_SEAL_SHRINK = 0x2
-F_SEAL_GROW = 0x4
 F_SEAL_FUTURE_WRITE = 0x10
 """linux/fcntl.h; not in Python 3.11's fcntl. Nobody else can map the slot writable; our own mapping, which is older
 than the seal, stays writable (F_SEAL_WRITE would fail with EBUSY)."""
-SEALS = F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_FUTURE_WRITE
+SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE
 
 
 class SlotMemory:
@@ -32,7 +28,7 @@ class SlotMemory:
         self._fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self._fd, SLOT_HEADER_BYTES + capacity_bytes)
         self._memory = mmap.mmap(self._fd, SLOT_HEADER_BYTES + capacity_bytes)
-        fcntl.fcntl(self._fd, F_ADD_SEALS, SEALS)
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, SEALS)
         whole = memoryview(self._memory)
         # A cast to the native type makes each store one 8-byte write: readers never see half a number.
         self._header = whole[:8].cast("Q")

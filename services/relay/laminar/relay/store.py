@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from laminar.relay.counters import Counters
-from laminar.relay.memory import available_memory_bytes
 from laminar.relay.slots import SlotMemory, page_rounded
 from laminar.relay.uses import Incoming, Pin, Slot, Use, VersionLost
+from laminar.shell.memory import available_memory_bytes
 from laminar.shell.transport import Waker
 from laminar.wire.links import Held
 from laminar.wire.manifest import Manifest

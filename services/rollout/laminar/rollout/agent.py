@@ -11,6 +11,7 @@ import os
 from collections.abc import Awaitable, Callable
 from typing import cast
 
+from laminar.core.reconcile import EXIT_BAD_INPUT
 from laminar.rollout.engine import Engine, EngineExited, EngineProcess, UnservableModel
 from laminar.rollout.grader_messages import GraderSetup
 from laminar.rollout.grading import GraderPool
@@ -33,7 +34,6 @@ LAST_PAUSE_S = 5.0
 """An engine that ends again and again is started again at this pace; each start costs seconds of a core anyway."""
 GOOD_LIFE_S = 30.0
 """An incarnation that has lived this long does not count as a failed start."""
-EXIT_UNSERVABLE = 2
 
 
 class Agent:
@@ -78,7 +78,7 @@ class Agent:
             except* UnservableModel as group:
                 log.error("the engine cannot serve this model", extra=fields(reason=_reasons(group)))
                 self.last_words = _reasons(group, named=False)
-                self._service.stop(EXIT_UNSERVABLE)
+                self._service.stop(EXIT_BAD_INPUT)
             if loop.time() - born_s > GOOD_LIFE_S:
                 pause_s = FIRST_PAUSE_S
             await self._service.wait(self._service.stopping.wait(), pause_s)

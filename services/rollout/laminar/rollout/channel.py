@@ -15,6 +15,8 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from laminar.wire.codec import frame
+
 FRAME_LIMIT_BYTES = 256 * 2**20
 """A larger length means a broken stream, not a message: a lease of 512 responses of 32 k tokens stays below."""
 _HEADER_BYTES = 4
@@ -70,12 +72,6 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes:
         raise ChannelClosed("the child closed its channel") from error
 
 
-def framed(message: msgspec.Struct) -> bytes:
-    """One frame."""
-    body = msgspec.msgpack.encode(message)
-    return len(body).to_bytes(_HEADER_BYTES, "little") + body
-
-
 class BlockingChannel(Generic[Received]):
     """The child's end: single-threaded, blocking sends."""
 
@@ -92,7 +88,7 @@ class BlockingChannel(Generic[Received]):
     def send(self, message: msgspec.Struct) -> None:
         """Blocks while the other side does not read. Raises ChannelClosed when it is gone."""
         try:
-            self._socket.sendall(framed(message))
+            self._socket.sendall(frame(message))
         except ConnectionError as error:
             raise ChannelClosed("the agent closed its channel") from error
 

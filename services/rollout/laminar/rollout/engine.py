@@ -15,7 +15,7 @@ from typing import Protocol
 
 import msgspec
 
-from laminar.rollout.channel import ChannelClosed, SpawnedChild, framed, read_frame, spawn_child
+from laminar.rollout.channel import ChannelClosed, SpawnedChild, read_frame, spawn_child
 from laminar.rollout.engine_messages import (
     Abort,
     Add,
@@ -31,6 +31,7 @@ from laminar.rollout.engine_messages import (
     Resume,
 )
 from laminar.shell.process import child_environment, kill_tree
+from laminar.wire.codec import frame
 
 TORCH_ENGINE = "laminar.rollout.torch_engine"
 _DECODER = msgspec.msgpack.Decoder(EngineEvent)
@@ -138,7 +139,7 @@ class EngineProcess:
 
     def _send(self, command: EngineCommand) -> None:
         # Bounded by what a lease holds: an engine that does not read is killed with its incarnation.
-        self._child.writer.write(framed(command))
+        self._child.writer.write(frame(command))
 
 
 def _meaning(code: int) -> str:

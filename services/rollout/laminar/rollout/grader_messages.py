@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import msgspec
-
-from laminar.rollout.engine_messages import RequestKey
+from laminar.rollout.engine_messages import RequestKey, Tagged
 from laminar.rollout.rewards import RewardRule
-
-
-class Tagged(msgspec.Struct, frozen=True, tag=True):
-    """Base: frozen, named on the wire by its class."""
 
 
 class GraderSetup(Tagged, frozen=True, kw_only=True):

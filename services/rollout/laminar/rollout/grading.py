@@ -16,11 +16,12 @@ from contextlib import suppress
 
 import msgspec
 
-from laminar.rollout.channel import ChannelClosed, SpawnedChild, framed, read_frame, spawn_child
+from laminar.rollout.channel import ChannelClosed, SpawnedChild, read_frame, spawn_child
 from laminar.rollout.grader_messages import GradeAnswer, GradeCall, GraderEvent, GraderReady, GraderSetup, GradeTask
 from laminar.rollout.rewards import combined
 from laminar.shell.logs import fields
 from laminar.shell.process import child_environment, kill_tree
+from laminar.wire.codec import frame
 from laminar.wire.dataplane import GradeItem
 
 log = logging.getLogger(__name__)
@@ -165,7 +166,7 @@ class _Worker:
         await self._child.process.wait()
 
     async def _ask(self, message: GraderSetup | GradeCall, timeout_s: float) -> GraderEvent:
-        self._child.writer.write(framed(message))
+        self._child.writer.write(frame(message))
         try:
             async with asyncio.timeout(timeout_s):
                 return _DECODER.decode(await read_frame(self._child.reader))

@@ -59,6 +59,8 @@ LEASE_WAIT_S = 20.0
 LEASE_TIMEOUT_S = 30.0
 LOAD_WAIT_S = 5.0
 """How long the relay is asked for a version before the pool is asked what is newest."""
+START_LIMIT_S = 600.0
+"""Imports and the model's folder from a slow disk; an engine that needs longer hangs, and another is tried."""
 LOAD_LIMIT_S = 120.0
 """An engine that has not answered a load by then is given up; its agent cannot see why."""
 AFTER_FAILURE_S = 0.5
@@ -73,7 +75,7 @@ class Fenced(RuntimeError):
 
 
 class Incarnation:
-    """See the module. `run` returns only when `leave` has been called."""
+    """See the module. `run` returns only once its `leave` is set."""
 
     def __init__(
         self, settings: RolloutSettings, client: PoolClient, member: Member, engine: Engine, graders: GraderPool,
@@ -99,10 +101,6 @@ class Incarnation:
         """Set when the pool has told this replica to stop."""
         return self._stop_asked
 
-    @property
-    def live(self) -> int | None:
-        return self._live
-
     async def run(self, leave: asyncio.Event) -> None:
         """Until `leave` is set: then leases nothing more, hands over what was generated, and returns."""
         async with asyncio.TaskGroup() as tasks:
@@ -125,7 +123,11 @@ class Incarnation:
             max_running=self._settings.max_running,
             max_length=self._settings.max_length,
         )
-        ready = await self._engine.start(begin)
+        try:
+            async with asyncio.timeout(START_LIMIT_S):
+                ready = await self._engine.start(begin)
+        except TimeoutError:
+            raise EngineExited(f"the engine has not started within {START_LIMIT_S:g} s") from None
         log.info("engine ready", extra=fields(pid=self._engine.pid, start_s=ready.start_s, length=ready.max_length))
         self._state = MemberState.IDLE
         async with asyncio.TaskGroup() as tasks:
@@ -199,7 +201,7 @@ class Incarnation:
                 case LeaseKind.REFRESH:
                     # Samples may have been adopted while the call waited.
                     await self._all_ended.wait()
-                    await self._load(reply.version, reply.digest, [relay.data_address for relay in reply.relays])
+                    await self._load(reply.version, reply.digest, reply.relays)
                 case LeaseKind.WAIT:
                     continue
                 case LeaseKind.END:

@@ -20,13 +20,14 @@ from laminar.shell.calls import Conflict, Superseded, Unknown, Unreachable
 from laminar.shell.client import PoolClient
 from laminar.shell.logs import fields
 from laminar.shell.member import Member
+from laminar.shell.memory import available_memory_bytes
 from laminar.shell.process import become_subreaper, descendants, kill_descendants
 from laminar.shell.service import Service
 from laminar.shell.settings import Common
 from laminar.trainer import launcher
 from laminar.trainer.exit_note import ExitNote
 from laminar.trainer.failures import EXIT_CRASH, EXIT_SUPERSEDED, TrainerFailure, paragraph
-from laminar.trainer.model_folder import available_memory_bytes, inspect, require_memory
+from laminar.trainer.model_folder import inspect, require_memory
 from laminar.trainer.settings import TrainerSettings, model_folder
 from laminar.wire.messages import Heartbeat, MemberState, Register, Role
 from laminar.wire.spec import LaminarJob

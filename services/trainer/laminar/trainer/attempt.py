@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from laminar.shell.logs import fields
 from laminar.trainer import checkpoint_folder
@@ -23,7 +22,7 @@ from laminar.trainer.export import write_model
 from laminar.trainer.failures import InputFailure
 from laminar.trainer.learner import Learner
 from laminar.trainer.model_folder import ModelFolder
-from laminar.trainer.policy import WIRE_DTYPES, WIRE_NAMES, full_tensor
+from laminar.trainer.policy import WIRE_NAMES, full_tensor, wire_dtype
 from laminar.trainer.publish import Publisher, Sender
 from laminar.trainer.settings import TrainerSettings
 from laminar.wire.dataplane import BatchSlice
@@ -159,7 +158,7 @@ class Attempt:
         for (_, tensor), entry in zip(self._learner.policy.named_tensors(), self._entries, strict=True):
             whole = full_tensor(tensor)
             if target is not None:
-                place = target[entry.offset : entry.offset + entry.nbytes].view(_wire_dtype(whole, self._folder))
+                place = target[entry.offset : entry.offset + entry.nbytes].view(wire_dtype(whole, self._folder))
                 place.view(whole.shape).copy_(whole)
 
     def _write_model(self, out: Path) -> None:
@@ -169,10 +168,6 @@ class Attempt:
             log.info("model written", extra=fields(folder=out))
 
 
-def _wire_dtype(tensor: Tensor, folder: ModelFolder) -> torch.dtype:
-    return WIRE_DTYPES[folder.wire_dtype] if tensor.is_floating_point() else tensor.dtype
-
-
 def _wire_layout(learner: Learner, folder: ModelFolder) -> list[TensorEntry]:
     tensors = learner.policy.named_tensors()
-    return layout((name, WIRE_NAMES[_wire_dtype(tensor, folder)], tuple(tensor.shape)) for name, tensor in tensors)
+    return layout((name, WIRE_NAMES[wire_dtype(tensor, folder)], tuple(tensor.shape)) for name, tensor in tensors)

@@ -30,6 +30,8 @@ CALL_DEADLINE_S = 300.0
 """A pool that stays away longer ends the attempt; below the ranks' collective time-out, so that this is the reason."""
 TAKE_WAIT_S = 5.0
 """How late a rank may notice that it is asked to stop while it waits for a batch."""
+TAKE_ANSWER_S = 2.0
+"""What the pool gets beyond that: an answer at the last moment would be lost otherwise, and the connection with it."""
 
 
 class Books:
@@ -72,7 +74,8 @@ class Books:
         """A long poll of a few seconds. A pool that is away is one more reason to wait."""
         body = Take(attempt=self._attempt, step=step, wait_s=TAKE_WAIT_S)
         try:
-            return self._client.post_json("/v1/trainer/take", body, TakeReply, TAKE_WAIT_S + 5, deadline_s=TAKE_WAIT_S)
+            limit_s = TAKE_WAIT_S + TAKE_ANSWER_S
+            return self._client.post_json("/v1/trainer/take", body, TakeReply, limit_s, deadline_s=limit_s)
         except Unreachable:
             return TakeReply(status=TakeStatus.WAIT)
 

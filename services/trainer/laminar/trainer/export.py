@@ -24,15 +24,10 @@ from laminar.trainer import checkpoint_folder
 from laminar.trainer.checkpoint import MODEL_PREFIX
 from laminar.trainer.failures import InputFailure, TrainerFailure, paragraph
 from laminar.trainer.model_folder import WEIGHT_SUFFIXES, ModelFolder, inspect
-from laminar.trainer.policy import WIRE_DTYPES
+from laminar.trainer.policy import wire_dtype
 
 WEIGHTS = "model.safetensors"
 INDEX_SUFFIX = ".index.json"
-
-
-def cast_for_wire(tensor: Tensor, folder: ModelFolder) -> Tensor:
-    """A floating-point tensor in the dtype of the model's folder; others as they are."""
-    return tensor.to(WIRE_DTYPES[folder.wire_dtype]) if tensor.is_floating_point() else tensor
 
 
 def write_model(out: Path, source: ModelFolder, tensors: Mapping[str, Tensor]) -> None:
@@ -47,7 +42,7 @@ def write_model(out: Path, source: ModelFolder, tensors: Mapping[str, Tensor]) -
         for file in sorted(source.path.iterdir()):
             if file.is_file() and not file.name.endswith((*WEIGHT_SUFFIXES, INDEX_SUFFIX)):
                 shutil.copyfile(file, unfinished / file.name)
-        contents = {name: cast_for_wire(tensor, source).contiguous() for name, tensor in tensors.items()}
+        contents = {name: tensor.to(wire_dtype(tensor, source)).contiguous() for name, tensor in tensors.items()}
         save_file(contents, unfinished / WEIGHTS, metadata={"format": "pt"})
         for file in unfinished.iterdir():
             checkpoint_folder.sync(file)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import textwrap
 
+from laminar.core.reconcile import EXIT_BAD_INPUT
+
 EXIT_CRASH = 1
 """Anything unforeseen; the traceback is in the log."""
-EXIT_INPUT = 2
+EXIT_INPUT = EXIT_BAD_INPUT
 """The job's files, model or machine do not fit: the same attempt would fail again."""
 EXIT_STORAGE = 3
 """Checkpoints cannot be written any more; a new attempt may find the volume healthy."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from laminar.trainer.failures import InputFailure
+from laminar.wire.manifest import DTYPE_BYTES
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 WIRE_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -29,7 +30,7 @@ class ModelFolder:
 
     @property
     def wire_bytes(self) -> int:
-        return self.num_parameters * (4 if self.wire_dtype == "F32" else 2)
+        return self.num_parameters * DTYPE_BYTES[self.wire_dtype]
 
     def training_bytes(self, ranks: int) -> int:
         """Host memory of the whole group; while loading, each rank holds the full weights before it keeps its shard."""
@@ -74,16 +75,6 @@ def require_memory(folder: ModelFolder, ranks: int, available_bytes: int) -> Non
             f"{needed / 2**30:.1f} GiB of memory, but only {available_bytes / 2**30:.1f} GiB are free on this machine. "
             f"Use a smaller model or a machine with more memory."
         )
-
-
-def available_memory_bytes() -> int:
-    """MemAvailable, or what the memory limit of this container leaves, whichever is less."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, current = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and (text := limit.read_text().strip()) != "max":
-        available = min(available, max(0, int(text) - int(current.read_text())))
-    return available
 
 
 def _num_parameters(file: Path) -> int:

@@ -37,6 +37,11 @@ MAX_MICRO_BATCH_TOKENS = 2048
 MIN_MICRO_BATCH_TOKENS = 256
 
 
+def wire_dtype(tensor: Tensor, folder: ModelFolder) -> torch.dtype:
+    """In which a tensor leaves the trainer: the folder's dtype for floating-point ones, others as they are."""
+    return WIRE_DTYPES[folder.wire_dtype] if tensor.is_floating_point() else tensor.dtype
+
+
 class CausalModel(Protocol):
     """The part of a transformers causal LM that is used."""
 
@@ -61,15 +66,22 @@ class Policy:
         transformers.utils.logging.set_verbosity_error()
         try:
             loaded: object = transformers.AutoModelForCausalLM.from_pretrained(
-                folder.path, dtype=torch.float32, local_files_only=True, output_loading_info=True
-            )
+                folder.path, dtype=torch.float32, local_files_only=True, output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, with the shapes
+            )  # fmt: skip
         except (ValueError, KeyError, OSError, RuntimeError, ImportError, SafetensorError) as error:
-            # transformers raises all of these for an architecture it does not know or weights of another shape.
+            # transformers raises all of these for an architecture it does not know or files it cannot read.
             raise InputFailure(
                 f"transformers {transformers.__version__} cannot load {folder.path} as a causal language model: "
                 f"{paragraph(error)}"
             ) from error
-        module, info = cast("tuple[nn.Module, dict[str, set[str]]]", loaded)
+        module, info = cast("tuple[nn.Module, dict[str, set[Any]]]", loaded)
+        if mismatched := sorted(info["mismatched_keys"], key=str):
+            name, found, expected = mismatched[0]
+            raise InputFailure(
+                f"The weights in {folder.path} do not fit its config.json: {len(mismatched)} tensor(s) have other "
+                f"shapes, e.g. {name} is {tuple(found)} instead of {tuple(expected)}."
+            )
         missing = sorted(info["missing_keys"])
         if missing:
             raise InputFailure(

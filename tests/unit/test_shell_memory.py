@@ -1,10 +1,10 @@
-"""How much memory a relay believes it can take: the host's, within every limit of its control groups."""
+"""How much memory is free: the host's, within every limit of its control groups."""
 
 from pathlib import Path
 
 import pytest
 
-from laminar.relay.memory import available_memory_bytes
+from laminar.shell.memory import available_memory_bytes
 
 GIB = 1 << 30
 
@@ -61,3 +61,9 @@ def test_a_group_that_is_full_leaves_nothing(host: Path) -> None:
 
 def test_this_host_has_some() -> None:
     assert available_memory_bytes() > 0
+
+
+def test_a_kernel_that_does_not_say_is_an_error(host: Path) -> None:
+    write(host / "proc/meminfo", "MemTotal: 99 kB\n")
+    with pytest.raises(OSError, match="MemAvailable"):
+        available(host)
