@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from laminar.relay.plane import DataPlane
 from laminar.relay.serving import Credentials
+from laminar.relay.store import StoreSizes
 from laminar.shell.handover import hand_over
 from laminar.shell.process import child_environment, descendants, kill_tree, process_alive
 from laminar.shell.settings import Common
@@ -236,7 +237,12 @@ class Scene:
         listener = listen_tcp(socket.create_server(("127.0.0.1", 0)))
         self.relay_address = listener.address
         self.plane = DataPlane(
-            "relay-0", Credentials(TOKEN, UID), 3, listener, listen_unix(str(folder / "h.sock")), lambda: None
+            "relay-0",
+            Credentials(TOKEN, UID),
+            StoreSizes(2),
+            listener,
+            listen_unix(str(folder / "h.sock")),
+            lambda: None,
         )
         self.plane.start()
         member = ChainMember(slot="relay-0", address=self.relay_address)

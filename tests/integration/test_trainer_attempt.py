@@ -89,7 +89,8 @@ class Master:
         recv_message(conn, Hello, SMALL_MESSAGE_BYTES)
         send_message(conn, Welcome(verdict=LinkVerdict.ACCEPTED, current=1, held=[]))
         manifest = recv_message(conn, Announce, MANIFEST_MESSAGE_BYTES).manifest
-        assert manifest is not None
+        if manifest is None:
+            return  # it only asked how to cut the next version
         send_message(conn, Answer(verdict=OfferVerdict.SEND))
         data = bytearray(manifest.total_bytes)
         for index in range(manifest.num_chunks):

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar.core.broadcast import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, best_num_chunks, best_s, chunk_bytes, pipeline_s
+from laminar.core.broadcast import (
+    MAX_CHUNK_BYTES,
+    MIN_CHUNK_BYTES,
+    LinkMeter,
+    best_num_chunks,
+    best_s,
+    chunk_bytes,
+    pipeline_s,
+)
 
 nodes = st.integers(2, 200)
 sizes = st.integers(1, 200 << 30)
@@ -53,3 +61,26 @@ def test_chunks_stay_within_their_limits(p: int, size: int, byte_s: float, messa
 def test_nonsense_is_named() -> None:
     with pytest.raises(ValueError, match="num_nodes=0"):
         best_s(0, 1, 1e-9, 1e-3)
+
+
+def test_a_link_of_known_times_is_measured_as_such() -> None:
+    meter, message_s, byte_s = LinkMeter(), 5e-3, 1 / 50e6
+    for jitter_s in (0.003, 0.0, 0.001):
+        meter.message(message_s + jitter_s)
+        for num_bytes in (1 << 20, 1 << 20, 123_456):
+            meter.chunk(num_bytes, message_s + num_bytes * byte_s)
+    assert meter.message_s == pytest.approx(message_s)
+    assert meter.byte_s == pytest.approx(byte_s)
+    assert meter.chunk_bytes(8, 64 << 20) == chunk_bytes(8, 64 << 20, meter.byte_s, meter.message_s)
+
+
+def test_a_slower_link_further_down_is_the_one_that_counts() -> None:
+    meter = LinkMeter()
+    meter.message(1e-4)
+    meter.chunk(1 << 20, 1e-3)
+    meter.told(1e-6, 2e-3)
+    assert (meter.byte_s, meter.message_s) == (1e-6, 2e-3)
+
+
+def test_nothing_measured_gives_no_advice() -> None:
+    assert LinkMeter().chunk_bytes(8, 64 << 20) == 0

@@ -5,7 +5,21 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar.core.chain import ChainNode, Place, RelayView, UpstreamVerdict, judge_upstream, plan_chain
+from laminar.core.chain import (
+    MISSED_BEAT_S,
+    REJOIN_AFTER_S,
+    ChainNode,
+    LostRelays,
+    Neighbourhood,
+    Place,
+    RelayView,
+    Standing,
+    UpstreamVerdict,
+    Walk,
+    judge_upstream,
+    may_bypass,
+    plan_chain,
+)
 from laminar.core.identity import Epoch, Incarnation, Version
 
 
@@ -85,29 +99,99 @@ def test_any_change_keeps_survivors_in_order_and_puts_weights_upstream(seed: int
 
 
 def place(epoch: int, linked: int | None = None, slot: str = "b") -> Place:
-    return Place(slot, Epoch(epoch), ("a", "b", "c"), None if linked is None else Epoch(linked))
+    return Place(slot, Epoch(epoch), ("a", "b", "c"), None if linked is None else Standing(Epoch(linked)))
 
 
 def test_the_upstream_that_the_list_names_is_accepted() -> None:
-    assert judge_upstream(place(3), "a", Epoch(3)) is UpstreamVerdict.ACCEPT
+    assert judge_upstream(place(3), "a", Standing(Epoch(3))) is UpstreamVerdict.ACCEPT
 
 
 def test_an_upstream_of_a_lower_epoch_is_refused() -> None:
-    assert judge_upstream(place(3), "a", Epoch(2)) is UpstreamVerdict.LOWER_EPOCH
+    assert judge_upstream(place(3), "a", Standing(Epoch(2))) is UpstreamVerdict.LOWER_EPOCH
 
 
 def test_another_member_of_the_same_epoch_is_refused() -> None:
-    assert judge_upstream(place(3), "c", Epoch(3)) is UpstreamVerdict.NOT_UPSTREAM
+    assert judge_upstream(place(3), "c", Standing(Epoch(3))) is UpstreamVerdict.NOT_UPSTREAM
 
 
 def test_an_upstream_of_a_later_epoch_is_accepted_before_the_list_arrives() -> None:
-    assert judge_upstream(place(3), "c", Epoch(4)) is UpstreamVerdict.ACCEPT
+    assert judge_upstream(place(3), "c", Standing(Epoch(4))) is UpstreamVerdict.ACCEPT
 
 
 def test_once_a_later_upstream_is_linked_the_listed_one_is_refused() -> None:
-    assert judge_upstream(place(3, linked=4), "a", Epoch(3)) is UpstreamVerdict.LOWER_EPOCH
+    assert judge_upstream(place(3, linked=4), "a", Standing(Epoch(3))) is UpstreamVerdict.LOWER_EPOCH
 
 
 def test_a_master_that_accepted_a_later_upstream_is_no_master() -> None:
     assert place(3, slot="a").is_master
     assert not place(3, linked=4, slot="a").is_master
+
+
+def linked(bypass: int) -> Place:
+    return Place("c", Epoch(3), ("a", "b", "c", "d"), Standing(Epoch(3), bypass))
+
+
+def test_an_upstream_that_passed_more_members_by_takes_the_place_of_the_neighbour() -> None:
+    assert judge_upstream(linked(0), "a", Standing(Epoch(3), 1)) is UpstreamVerdict.ACCEPT
+
+
+def test_a_member_that_was_passed_by_does_not_become_a_second_upstream_in_this_epoch() -> None:
+    assert judge_upstream(linked(1), "b", Standing(Epoch(3), 0)) is UpstreamVerdict.BYPASSED
+    assert judge_upstream(linked(1), "b", Standing(Epoch(4), 0)) is UpstreamVerdict.ACCEPT
+
+
+def test_a_link_must_join_the_members_that_its_bypass_count_says() -> None:
+    assert judge_upstream(linked(0), "b", Standing(Epoch(3), 1)) is UpstreamVerdict.NOT_UPSTREAM
+    assert judge_upstream(linked(0), "d", Standing(Epoch(3), 5)) is UpstreamVerdict.NOT_UPSTREAM
+
+
+def test_only_a_relay_that_is_fed_passes_a_lost_neighbour_by() -> None:
+    assert may_bypass(place(3, slot="a"), has_upstream=False)
+    assert not may_bypass(place(3, slot="b"), has_upstream=False)
+    assert may_bypass(place(3, slot="b"), has_upstream=True)
+
+
+def test_a_walk_passes_each_member_by_and_begins_again() -> None:
+    walk = Walk(("b", "c"))
+    assert [walk.target, walk.pass_by(), walk.target, walk.pass_by(), walk.target] == ["b", True, "c", False, "b"]
+
+
+def test_a_new_list_makes_a_bypass_to_a_link_of_neighbours() -> None:
+    walk = Walk(("b", "c"))
+    walk.pass_by()
+    assert walk.renew(("c",))
+    assert walk.target == "c"
+
+
+CHAIN = (node(0), node(1), node(2))
+
+
+def said(index: int, *lost: str, silent_s: float = 0.1, epoch: int = 3) -> Neighbourhood:
+    return Neighbourhood(f"relay-{index}", epoch, lost, silent_s)
+
+
+def test_a_relay_that_the_one_before_cannot_reach_is_lost_for_a_while() -> None:
+    lost = LostRelays()
+    lost.observe(10.0, CHAIN, 3, [said(0, "relay-1"), said(1), said(2)])
+    assert lost.is_lost("relay-1", 1, 10.1)
+    assert not lost.is_lost("relay-1", 1, 10.0 + REJOIN_AFTER_S)
+
+
+def test_its_next_life_is_not_lost() -> None:
+    lost = LostRelays()
+    lost.observe(10.0, CHAIN, 3, [said(0, "relay-1")])
+    assert not lost.is_lost("relay-1", 2, 10.1)
+
+
+def test_a_relay_that_lost_the_one_before_it_needs_the_pools_word_too() -> None:
+    lost = LostRelays()
+    lost.observe(10.0, CHAIN, 3, [said(0), said(1, "relay-0")])
+    assert not lost.is_lost("relay-0", 1, 10.1)
+    lost.observe(11.0, CHAIN, 3, [said(0, silent_s=MISSED_BEAT_S + 0.1), said(1, "relay-0")])
+    assert lost.is_lost("relay-0", 1, 11.1)
+
+
+def test_what_was_said_of_an_earlier_list_does_not_count() -> None:
+    lost = LostRelays()
+    lost.observe(10.0, CHAIN, 3, [said(0, "relay-1", epoch=2)])
+    assert not lost.is_lost("relay-1", 1, 10.1)

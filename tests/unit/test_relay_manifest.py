@@ -60,8 +60,8 @@ def test_a_manifest_survives_the_wire() -> None:
 def test_the_digest_is_that_of_the_ordered_chunk_hashes() -> None:
     made, buffer = manifest(10_000, 4096)
     hashes = [chunk_hash(bytes(buffer[i : i + 4096])) for i in (0, 4096, 8192)]
-    assert made.digest == digest_of(hashes)
-    assert made.digest != digest_of(reversed(hashes))
+    assert made.digest == digest_of(hashes, made.tensors)
+    assert made.digest != digest_of(reversed(hashes), made.tensors)
     assert made.chunk_range(2) == (8192, 10_000)
 
 
@@ -103,3 +103,12 @@ def test_a_manifest_that_contradicts_itself_is_refused(change: dict[str, object]
     made, _ = manifest()
     with pytest.raises(ManifestError):
         check_manifest(msgspec.structs.replace(made, **change))
+
+
+def test_the_same_bytes_under_other_names_shapes_or_dtypes_have_another_digest() -> None:
+    tables = [[("a", "F32", (4, 2))], [("b", "F32", (4, 2))], [("a", "F32", (2, 4))], [("a", "I32", (4, 2))]]
+    digests = {
+        make_manifest(job_uid="u", version=1, step=1, attempt=1, tensors=layout(table), buffer=bytes(32)).digest
+        for table in tables
+    }
+    assert len(digests) == len(tables)

@@ -13,8 +13,12 @@ import pytest
 
 from laminar.relay.plane import DataPlane, LowerEpoch
 from laminar.relay.serving import Credentials
+from laminar.relay.store import StoreSizes
+from laminar.shell.feeding import Feed
+from laminar.shell.fetching import Sources, fetch_version
 from laminar.shell.handoff import SlotReused, VersionGone, WeightsMap, open_version
-from laminar.shell.handover import PURPOSE, HandedOver, HandOverRefused, announce, hand_over, send_chunk
+from laminar.shell.handover import PURPOSE, HandedOver, HandOverRefused, best_chunk_bytes, hand_over
+from laminar.shell.pulling import PulledWeights, pull_version
 from laminar.shell.transport import (
     PeerLost,
     SocketConn,
@@ -25,13 +29,14 @@ from laminar.shell.transport import (
     recv_message,
     send_message,
 )
-from laminar.wire.links import SMALL_MESSAGE_BYTES, Answer, Hello, LinkKind, OfferVerdict, Welcome
+from laminar.wire.links import SMALL_MESSAGE_BYTES, HandOff, Hello, LinkKind, OfferVerdict, Welcome
 from laminar.wire.manifest import Manifest, layout, make_manifest
 from laminar.wire.messages import ChainEpoch, ChainMember
 
 TOKEN, UID = "a token", "uid-1"
 SIZE = 1 << 20
 CHUNK = 128 << 10
+TWO_VERSIONS = StoreSizes(2)
 
 
 def weights(version: int, attempt: int = 1, size: int = SIZE, salt: int = 0) -> tuple[Manifest, bytes]:
@@ -51,13 +56,13 @@ def until(condition: Callable[[], bool], wait_s: float = 10.0) -> None:
 
 
 class Relay:
-    def __init__(self, index: int, folder: Path) -> None:
+    def __init__(self, index: int, folder: Path, sizes: StoreSizes) -> None:
         self.slot = f"relay-{index}"
         self.handoff = str(folder / f"{index}.sock")
         listener = listen_tcp(socket.create_server(("127.0.0.1", 0)))
         self.address = listener.address
         self.plane = DataPlane(
-            self.slot, Credentials(TOKEN, UID), 3, listener, listen_unix(self.handoff), lambda: None
+            self.slot, Credentials(TOKEN, UID), sizes, listener, listen_unix(self.handoff), lambda: None
         )  # fmt: skip
         self.plane.start()
 
@@ -74,8 +79,8 @@ class Scene:
         self.relays: list[Relay] = []
         self.epoch = 0
 
-    def add(self) -> Relay:
-        relay = Relay(len(self.relays), self.folder)
+    def add(self, sizes: StoreSizes = TWO_VERSIONS) -> Relay:
+        relay = Relay(len(self.relays), self.folder, sizes)
         self.relays.append(relay)
         return relay
 
@@ -103,19 +108,24 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
         relay.plane.close()
 
 
-def half_handed_over(relay: Relay, version: int) -> SocketConn:
+def half_handed_over(relay: Relay, version: int) -> tuple[SocketConn, Feed]:
     """A trainer that stops after two chunks, its connection still open."""
-    manifest, buffer = weights(version)
+    manifest, _ = weights(version)
     conn = connect(relay.address, 5)
     prove_as_client(conn, TOKEN, UID, PURPOSE)
     send_message(conn, Hello(kind=LinkKind.HANDOVER, slot="trainer", attempt=1))
     recv_message(conn, Welcome, SMALL_MESSAGE_BYTES)
-    announce(conn, manifest, 5)
-    assert recv_message(conn, Answer, SMALL_MESSAGE_BYTES).verdict is OfferVerdict.SEND
-    for index in (0, 1):
+    feed = Feed(conn)
+    assert feed.announce(manifest).verdict is OfferVerdict.SEND
+    send_chunks(feed, version, range(2))
+    return conn, feed
+
+
+def send_chunks(feed: Feed, version: int, indices: range) -> None:
+    manifest, buffer = weights(version)
+    for index in indices:
         start, end = manifest.chunk_range(index)
-        send_chunk(conn, index, memoryview(buffer)[start:end], 5)
-    return conn
+        feed.send_chunk(index, memoryview(buffer)[start:end])
 
 
 def test_a_published_version_is_byte_equal_on_every_relay(scene: Scene) -> None:
@@ -257,13 +267,10 @@ def test_an_upstream_of_a_later_epoch_feeds_a_relay_that_has_not_heard_of_it(sce
 def test_a_broadcast_under_way_survives_a_join_at_the_tail(scene: Scene) -> None:
     first, second, third = scene.add(), scene.add(), scene.add()
     scene.chain(first, second)
-    conn = half_handed_over(first, 1)
+    conn, feed = half_handed_over(first, 1)
     until(lambda: second.plane.view().counters.received_bytes == 2 * CHUNK)
     scene.chain(first, second, third)
-    manifest, buffer = weights(1)
-    for index in range(2, manifest.num_chunks):
-        start, end = manifest.chunk_range(index)
-        send_chunk(conn, index, memoryview(buffer)[start:end], 5)
+    send_chunks(feed, 1, range(2, SIZE // CHUNK))
     until(lambda: all(relay.held() == [1] for relay in scene.relays))
     conn.close()
     assert second.plane.view().counters.received_bytes == SIZE
@@ -272,7 +279,7 @@ def test_a_broadcast_under_way_survives_a_join_at_the_tail(scene: Scene) -> None
 def test_chunks_are_forwarded_before_the_version_is_whole(scene: Scene) -> None:
     relays = [scene.add() for _ in range(3)]
     scene.chain(*relays)
-    conn = half_handed_over(relays[0], 1)
+    conn, _ = half_handed_over(relays[0], 1)
     until(lambda: relays[2].plane.view().counters.received_bytes == 2 * CHUNK)
     assert relays[0].held() == []
     conn.close()
@@ -281,18 +288,43 @@ def test_chunks_are_forwarded_before_the_version_is_whole(scene: Scene) -> None:
 def test_a_trainer_that_dies_half_way_leaves_nothing_readable_and_the_next_attempt_publishes(scene: Scene) -> None:
     relays = [scene.add() for _ in range(3)]
     scene.chain(*relays)
-    conn = half_handed_over(relays[0], 1)
+    conn, _ = half_handed_over(relays[0], 1)
     until(lambda: relays[2].plane.view().counters.received_bytes == 2 * CHUNK)
     conn.close()
-    until(lambda: relays[0].plane.view().counters.aborted_versions == 1)
     scene.publish(relays[0], 2, attempt=2)
     until(lambda: all(relay.held() == [2] for relay in relays))
+    assert all(relay.plane.view().counters.aborted_versions == 1 for relay in relays)
+
+
+def test_a_trainer_whose_connection_broke_goes_on_after_the_chunks_that_are_there(scene: Scene) -> None:
+    relays = [scene.add() for _ in range(3)]
+    scene.chain(*relays)
+    conn, _ = half_handed_over(relays[0], 1)
+    until(lambda: relays[2].plane.view().counters.received_bytes == 2 * CHUNK)
+    conn.close()
+    assert scene.publish(relays[0], 1) is HandedOver.SENT
+    until(lambda: all(relay.held() == [1] for relay in relays))
+    counters = [relay.plane.view().counters for relay in relays]
+    assert [counter.received_bytes for counter in counters] == [SIZE] * 3
+    assert counters[0].resumed_versions == 1
+
+
+def test_a_half_version_goes_on_from_another_upstream_after_a_new_list(scene: Scene) -> None:
+    first, second, third = (scene.add() for _ in range(3))
+    scene.chain(first, second, third)
+    conn, feed = half_handed_over(first, 1)
+    until(lambda: third.plane.view().counters.received_bytes == 2 * CHUNK)
+    scene.chain(first, third)
+    send_chunks(feed, 1, range(2, SIZE // CHUNK))
+    until(lambda: third.held() == [1])
+    assert third.plane.view().counters.received_bytes == SIZE
+    conn.close()
 
 
 def test_a_stuck_trainer_is_replaced_by_the_next_attempt(scene: Scene) -> None:
     first, second = scene.add(), scene.add()
     scene.chain(first, second)
-    conn = half_handed_over(first, 1)
+    conn, _ = half_handed_over(first, 1)
     scene.publish(first, 2, attempt=2)
     until(lambda: second.held() == [2])
     with pytest.raises(PeerLost):
@@ -303,9 +335,10 @@ def test_a_stuck_trainer_is_replaced_by_the_next_attempt(scene: Scene) -> None:
 def test_a_master_that_is_deposed_drops_what_a_trainer_still_sends(scene: Scene) -> None:
     first, second = scene.add(), scene.add()
     scene.chain(first, second)
-    conn = half_handed_over(first, 1)
+    conn, _ = half_handed_over(first, 1)
     scene.chain(second, first)
-    until(lambda: first.plane.view().counters.aborted_versions >= 1)
+    with pytest.raises(PeerLost):
+        conn.recv_into(memoryview(bytearray(1 << 16)), 5)
     assert scene.publish(second, 1) is HandedOver.SENT
     until(lambda: first.held() == [1])
     conn.close()
@@ -431,6 +464,112 @@ def test_a_reader_without_the_token_gets_nothing(scene: Scene) -> None:
     scene.publish(master, 1)
     with pytest.raises(PeerLost, match="unauthorized"):
         open_version(master.handoff, "other", UID, None)
+
+
+def pull(relay: Relay, version: int | None, deadline_s: float = 5.0) -> PulledWeights:
+    return pull_version(relay.address, TOKEN, UID, version, deadline_s)
+
+
+def test_a_version_can_be_copied_over_tcp_and_outlives_its_relay(scene: Scene) -> None:
+    master = scene.add()
+    scene.chain(master)
+    scene.publish(master, 1)
+    with pull(master, 1) as pulled:
+        master.plane.close()
+        scene.relays.remove(master)
+        pulled.check()
+        pulled.verify()
+        assert bytes(pulled.tensor("w")) == weights(1)[1]
+
+
+def test_a_copy_of_a_version_that_is_not_there_says_what_is_newest(scene: Scene) -> None:
+    master = scene.add()
+    scene.chain(master)
+    scene.publish(master, 1)
+    with pytest.raises(VersionGone) as caught:
+        pull(master, 7, 0.05)
+    assert caught.value.newest == 1
+
+
+def test_a_copy_needs_the_token(scene: Scene) -> None:
+    master = scene.add()
+    scene.chain(master)
+    with pytest.raises(PeerLost, match="unauthorized"):
+        pull_version(master.address, "other", UID, None)
+
+
+@pytest.mark.parametrize("handoff", list(HandOff))
+def test_an_engine_maps_or_copies_as_the_job_says(scene: Scene, handoff: HandOff) -> None:
+    master = scene.add()
+    scene.chain(master)
+    scene.publish(master, 1)
+    sources = Sources(handoff, master.handoff, (master.address,))
+    with fetch_version(sources, TOKEN, UID, 1) as fetched:
+        assert isinstance(fetched, PulledWeights) == (handoff is HandOff.TCP)
+        assert bytes(fetched.tensor("w")) == weights(1)[1]
+
+
+def test_an_engine_whose_relay_is_dead_copies_from_a_neighbour_unless_it_must_map(scene: Scene) -> None:
+    own, neighbour = scene.add(), scene.add()
+    scene.chain(own, neighbour)
+    scene.publish(own, 1)
+    until(lambda: neighbour.held() == [1])
+    own.plane.close()
+    scene.relays.remove(own)
+    addresses = (own.address, neighbour.address)
+    for handoff in (HandOff.AUTO, HandOff.TCP):
+        with fetch_version(Sources(handoff, own.handoff, addresses), TOKEN, UID, 1) as fetched:
+            assert isinstance(fetched, PulledWeights)
+            assert bytes(fetched.tensor("w")) == weights(1)[1]
+    with pytest.raises(PeerLost):
+        fetch_version(Sources(HandOff.MEMFD, own.handoff, addresses), TOKEN, UID, 1)
+
+
+def test_a_reader_that_never_ends_holds_its_slot_only_so_long(scene: Scene) -> None:
+    master = scene.add(StoreSizes(2, read_deadline_s=0.05))
+    scene.chain(master)
+    for version in (1, 2, 3):
+        scene.publish(master, version)
+    slow = master.open(1)
+    until(lambda: master.plane.view().counters.reader_deadlines == 1)
+    slow.verify()
+    scene.publish(master, 4)
+    assert master.held() == [2, 3, 4]
+    with pytest.raises(SlotReused):
+        slow.check()
+    slow.close()
+
+
+def test_versions_that_are_still_needed_stay_readable(scene: Scene) -> None:
+    master = scene.add(StoreSizes(2, retain_slots=1))
+    scene.chain(master)
+    scene.publish(master, 1)
+    master.plane.retain([1])
+    for version in range(2, 7):
+        scene.publish(master, version)
+    with master.open(1) as held:
+        held.verify()
+
+
+def test_the_master_knows_its_links_after_a_broadcast_and_advises_a_cut(scene: Scene) -> None:
+    relays = [scene.add() for _ in range(3)]
+    scene.chain(*relays)
+    assert best_chunk_bytes(relays[0].address, TOKEN, UID, 1, 64 << 20) == 0
+    scene.publish(relays[0], 1)
+    until(lambda: best_chunk_bytes(relays[0].address, TOKEN, UID, 1, 64 << 20) > 0)
+    assert 1 << 20 <= best_chunk_bytes(relays[0].address, TOKEN, UID, 1, 64 << 20) <= 64 << 20
+
+
+def test_a_relay_knows_the_attempt_from_the_list_alone(scene: Scene) -> None:
+    master = scene.add()
+    members = [ChainMember(slot=master.slot, address=master.address)]
+    master.plane.apply_epoch(ChainEpoch(epoch=1, members=members, attempt=3))
+    with pytest.raises(HandOverRefused) as caught:
+        scene.publish(master, 1, attempt=2)
+    assert (caught.value.verdict, caught.value.current) == (OfferVerdict.LOWER_ATTEMPT, 3)
+    master.plane.apply_epoch(ChainEpoch(epoch=1, members=members, attempt=4))
+    with pytest.raises(HandOverRefused):
+        scene.publish(master, 1, attempt=3)
 
 
 def test_a_closed_plane_leaves_no_thread_no_descriptor_and_no_memory(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from laminar.relay.counters import Counters
 from laminar.relay.slots import SEALS, SlotMemory
-from laminar.relay.store import Incoming, TooLarge, VersionLost, VersionStore
+from laminar.relay.store import StoreSizes, TooLarge, VersionStore
+from laminar.relay.uses import Incoming, VersionLost
 from laminar.shell.transport import Waker
 from laminar.wire.manifest import Manifest, layout, make_manifest
 
@@ -51,9 +52,12 @@ def versions(store: VersionStore) -> list[int]:
     return [held.version for held in store.held()]
 
 
-def new_store(num_slots: int = 3) -> tuple[VersionStore, Counters]:
+TWO = StoreSizes(2)
+
+
+def new_store(sizes: StoreSizes = TWO) -> tuple[VersionStore, Counters]:
     counters = Counters()
-    return VersionStore(num_slots, counters, nothing), counters
+    return VersionStore(sizes, counters, nothing), counters
 
 
 def test_a_slot_is_sealed_and_only_its_owner_can_write() -> None:
@@ -162,8 +166,82 @@ def test_a_forwarder_follows_a_version_that_comes_in_and_notices_its_loss() -> N
     put(incoming, buffer, range(1))
     assert pin.wait_chunk(0, 0)
     incoming.leave()
+    assert pin.wait_chunk(0, 0)
+    store.begin(weights(2)[0], nothing)
     with pytest.raises(VersionLost):
         pin.wait_chunk(0, 0)
+
+
+def test_the_next_writer_of_a_half_version_goes_on_after_what_is_there() -> None:
+    store, counters = new_store()
+    manifest, buffer = weights(1)
+    first = store.begin(manifest, nothing)
+    put(first, buffer, range(2))
+    first.leave()
+    second = store.begin(manifest, nothing)
+    assert second.have == 2
+    put(second, buffer, range(2, manifest.num_chunks))
+    second.complete()
+    assert versions(store) == [1]
+    assert_all_whole(store)
+    assert (counters.view().resumed_versions, counters.view().aborted_versions) == (1, 0)
+
+
+def test_half_of_another_content_is_not_gone_on_with() -> None:
+    store, _ = new_store()
+    first = store.begin(weights(1)[0], nothing)
+    put(first, weights(1)[1], range(2))
+    first.leave()
+    other = random.Random(99).randbytes(SIZE)
+    entries = layout([("w", "U8", (SIZE,))])
+    manifest = make_manifest(
+        job_uid="uid", version=1, step=1, attempt=1, tensors=entries, buffer=other, chunk_bytes=CHUNK
+    )  # fmt: skip
+    assert store.begin(manifest, nothing).have == 0
+
+
+def test_a_writer_that_lost_its_right_lands_nothing_and_leaves_what_it_brought() -> None:
+    store, _ = new_store()
+    manifest, buffer = weights(1)
+    interrupted = threading.Event()
+    old = store.begin(manifest, interrupted.set)
+    put(old, buffer, range(2))
+    store.stop_writer()
+    assert interrupted.is_set()
+    with pytest.raises(VersionLost):
+        old.landed(2)
+    old.leave()
+    assert store.begin(manifest, nothing).have == 2
+
+
+def test_a_wanted_version_stays_beyond_the_newest_ones_as_far_as_there_are_slots() -> None:
+    store, _ = new_store(StoreSizes(2, retain_slots=1))
+    for version in (1, 2):
+        fill(store, version)
+    store.retain([1, 2])
+    for version in range(3, 9):
+        fill(store, version)
+        assert 1 in versions(store)
+        assert_all_whole(store)
+    assert versions(store) == [1, 6, 7, 8]
+    store.retain([])
+    fill(store, 9)
+    assert versions(store) == [6, 7, 8, 9]
+
+
+def test_a_reader_past_its_deadline_does_not_keep_its_slot() -> None:
+    store, counters = new_store(StoreSizes(2, read_deadline_s=1e-9))
+    for version in (1, 2, 3):
+        fill(store, version)
+    told = threading.Event()
+    pin = store.pin_for_reader(1, 0, told.set)
+    assert pin is not None
+    assert pin.stands()
+    fill(store, 4)
+    assert versions(store) == [2, 3, 4]
+    assert told.is_set()
+    assert not pin.stands()
+    assert counters.view().slots_reused_under_reader == 1
 
 
 def test_a_forwarder_keeps_its_pin_over_completion() -> None:
@@ -257,7 +335,7 @@ def test_whatever_happens_complete_versions_are_whole_and_the_newest_stays(steps
         assert store.newest() == newest
         assert_all_whole(store)
     for pin in [*readers, *forwarders]:
-        if pin is not None and pin.generation == pin.slot.memory.generation:
+        if pin is not None and pin.generation % 2 == 0 and pin.stands():
             assert bytes(pin.slot.memory.data[:SIZE]) == weights(pin.manifest.version)[1]
     store.close()
     store.free()

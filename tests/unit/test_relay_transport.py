@@ -13,8 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from laminar.relay.plane import DataPlane
+from laminar.relay.plane import MAX_DATA_CONNS, DataPlane
 from laminar.relay.serving import Credentials
+from laminar.relay.store import StoreSizes
 from laminar.shell.transport import (
     BadPeer,
     PeerLost,
@@ -57,7 +58,7 @@ def in_thread(call: object) -> threading.Thread:
 def plane(tmp_path: Path) -> Generator[DataPlane]:
     listener = listen_tcp(socket.create_server(("127.0.0.1", 0)))
     made = DataPlane(
-        "relay-0", Credentials(TOKEN, UID), 3, listener, listen_unix(str(tmp_path / "h.sock")), lambda: None
+        "relay-0", Credentials(TOKEN, UID), StoreSizes(2), listener, listen_unix(str(tmp_path / "h.sock")), lambda: None
     )  # fmt: skip
     made.start()
     made.apply_epoch(ChainEpoch(epoch=1, members=[ChainMember(slot="relay-0", address=listener.address)]))
@@ -258,7 +259,7 @@ def test_a_wrong_token_at_a_relay_is_counted(plane: DataPlane) -> None:
 
 def test_more_connections_than_the_limit_are_closed_and_counted(plane: DataPlane) -> None:
     host, port = address(plane).split(":")
-    socks = [socket.create_connection((host, int(port))) for _ in range(33)]
+    socks = [socket.create_connection((host, int(port))) for _ in range(MAX_DATA_CONNS + 1)]
     wait_refused(plane, Refusal.TOO_MANY)
     for sock in socks:
         sock.close()

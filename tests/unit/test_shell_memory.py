@@ -1,4 +1,4 @@
-"""How much memory is free: by the kernel, and by the limit of the container."""
+"""How much memory is free: the host's, within every limit of its control groups."""
 
 from pathlib import Path
 
@@ -6,30 +6,64 @@ import pytest
 
 from laminar.shell.memory import available_memory_bytes
 
-
-def machine(folder: Path, *, available_kib: int, limit: str | None = None, used_bytes: int = 0) -> dict[str, Path]:
-    meminfo = folder / "meminfo"
-    meminfo.write_text(f"MemTotal:  99 kB\nMemAvailable:   {available_kib} kB\nSwapFree: 0 kB\n")
-    if limit is not None:
-        (folder / "memory.max").write_text(f"{limit}\n")
-        (folder / "memory.current").write_text(f"{used_bytes}\n")
-    return {"meminfo": meminfo, "cgroup": folder}
+GIB = 1 << 30
 
 
-def test_without_a_limit_it_is_what_the_kernel_can_give(tmp_path: Path) -> None:
-    assert available_memory_bytes(**machine(tmp_path, available_kib=7)) == 7 * 1024
-    assert available_memory_bytes(**machine(tmp_path, available_kib=7, limit="max")) == 7 * 1024
+@pytest.fixture
+def host(tmp_path: Path) -> Path:
+    write(tmp_path / "proc/meminfo", f"MemTotal: 99 kB\nMemAvailable: {8 * GIB // 1024} kB\n")
+    write(tmp_path / "proc/self/cgroup", "0::/kube/pod/main\n")
+    return tmp_path
 
 
-def test_a_tighter_limit_of_the_container_counts(tmp_path: Path) -> None:
-    assert available_memory_bytes(**machine(tmp_path, available_kib=1000, limit="5000", used_bytes=2000)) == 3000
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
 
 
-def test_a_limit_that_is_overrun_leaves_nothing(tmp_path: Path) -> None:
-    assert available_memory_bytes(**machine(tmp_path, available_kib=1000, limit="5000", used_bytes=6000)) == 0
+def limit(group: Path, maximum: str, current: int, inactive_file: int = 0) -> None:
+    write(group / "memory.max", f"{maximum}\n")
+    write(group / "memory.current", f"{current}\n")
+    write(group / "memory.stat", f"anon 1\ninactive_file {inactive_file}\n")
 
 
-def test_a_system_without_the_number_is_an_error_that_names_the_file(tmp_path: Path) -> None:
-    (tmp_path / "meminfo").write_text("MemTotal: 1 kB\n")
-    with pytest.raises(OSError, match="meminfo has no MemAvailable"):
-        available_memory_bytes(tmp_path / "meminfo", tmp_path)
+def available(host: Path) -> int:
+    return available_memory_bytes(host / "proc", host / "cgroup")
+
+
+def test_without_limits_it_is_what_the_host_has(host: Path) -> None:
+    limit(host / "cgroup/kube/pod/main", "max", GIB)
+    assert available(host) == 8 * GIB
+
+
+def test_the_tightest_group_around_it_counts_and_its_page_cache_does_not(host: Path) -> None:
+    limit(host / "cgroup/kube/pod/main", str(6 * GIB), GIB)
+    limit(host / "cgroup/kube/pod", str(4 * GIB), 3 * GIB, inactive_file=GIB)
+    assert available(host) == 2 * GIB
+
+
+def test_a_container_that_sees_only_its_own_group_finds_its_limit_at_the_root(host: Path) -> None:
+    limit(host / "cgroup", str(3 * GIB), GIB)
+    assert available(host) == 2 * GIB
+
+
+def test_the_first_version_of_control_groups_counts_as_well(host: Path) -> None:
+    write(host / "proc/self/cgroup", "5:cpu:/x\n4:memory:/pod\n")
+    write(host / "cgroup/memory/pod/memory.limit_in_bytes", f"{2 * GIB}\n")
+    write(host / "cgroup/memory/pod/memory.usage_in_bytes", f"{GIB}\n")
+    assert available(host) == GIB
+
+
+def test_a_group_that_is_full_leaves_nothing(host: Path) -> None:
+    limit(host / "cgroup/kube/pod/main", str(GIB), 2 * GIB)
+    assert available(host) == 0
+
+
+def test_this_host_has_some() -> None:
+    assert available_memory_bytes() > 0
+
+
+def test_a_kernel_that_does_not_say_is_an_error(host: Path) -> None:
+    write(host / "proc/meminfo", "MemTotal: 99 kB\n")
+    with pytest.raises(OSError, match="MemAvailable"):
+        available(host)

@@ -44,6 +44,11 @@ SENDER = Sender(job_uid="uid", token="token", attempt=2)
 WAIT_S = 10.0
 
 
+def no_advice(address: str, token: str, job_uid: str, attempt: int, weights_bytes: int, deadline_s: float) -> int:
+    """A master that has not measured its links."""
+    return 0
+
+
 class PaperBooks(Books):
     """A version register that a test turns by hand; a poll waits for a turn like the real long poll."""
 
@@ -92,6 +97,7 @@ class PaperRelays:
 
     def __init__(self) -> None:
         self.received: list[tuple[str, int, str, bytes]] = []
+        self.cuts: list[int] = []
         self.lost: set[str] = set()
         self.refusal: HandOverRefused | None = None
         self.let_go = threading.Event()
@@ -106,6 +112,7 @@ class PaperRelays:
         assert self.let_go.wait(WAIT_S)
         if self.refusal is not None:
             raise self.refusal
+        self.cuts.append(manifest.chunk_bytes)
         if address in self.lost:
             raise PeerLost(f"{address} is gone")
         with self._changed:
@@ -120,7 +127,7 @@ class PaperRelays:
 
 @contextmanager
 def publishing(books: PaperBooks, relays: PaperRelays) -> Iterator[Publisher]:
-    publisher = Publisher(lambda: books, SENDER, ENTRIES, None, relays)
+    publisher = Publisher(lambda: books, SENDER, ENTRIES, None, relays, no_advice)
     yield publisher
     relays.let_go.set()
     publisher.close(WAIT_S)
@@ -229,7 +236,7 @@ def test_a_version_that_is_handed_over_but_not_visible_gives_way_to_the_next() -
 
 def test_a_superseded_attempt_stops_at_its_next_call() -> None:
     books, relays = PaperBooks(), PaperRelays()
-    publisher = Publisher(lambda: books, SENDER, ENTRIES, None, relays)
+    publisher = Publisher(lambda: books, SENDER, ENTRIES, None, relays, no_advice)
     publish(publisher, 0)
     books.turn(refusal=Conflict(409, "attempt", "attempt 3 trains", 3))
     with pytest.raises(Conflict):
@@ -247,7 +254,7 @@ def test_a_superseded_attempt_stops_at_its_next_call() -> None:
 def test_a_final_refusal_of_the_master_ends_the_attempt(verdict: OfferVerdict, failure: type[Exception]) -> None:
     books, relays = PaperBooks(), PaperRelays()
     relays.refusal = HandOverRefused(verdict, 9, "no")
-    publisher = Publisher(lambda: books, SENDER, ENTRIES, None, relays)
+    publisher = Publisher(lambda: books, SENDER, ENTRIES, None, relays, no_advice)
     publish(publisher, 0)
     with pytest.raises(failure):
         publisher.wait_visible(WAIT_S)
@@ -312,7 +319,7 @@ class Master:
 def test_over_tcp_the_next_master_gets_the_bytes_that_a_dying_one_did_not_take() -> None:
     dying, heir = Master(hangs_up=True), Master()
     books = PaperBooks(dying.address)
-    publisher = Publisher(lambda: books, SENDER, ENTRIES, None)
+    publisher = Publisher(lambda: books, SENDER, ENTRIES, None, ask_chunk_bytes=no_advice)
     try:
         publish(publisher, 5)
         assert dying.offered.wait(WAIT_S)
@@ -325,3 +332,24 @@ def test_over_tcp_the_next_master_gets_the_bytes_that_a_dying_one_did_not_take()
         publisher.close(WAIT_S)
         dying.close()
         heir.close()
+
+
+def test_a_version_is_cut_as_the_master_advises_and_small_changes_of_mind_do_not_count() -> None:
+    asked: list[int] = []
+    answers = [128, 100, 0, 32]
+
+    def advise(address: str, token: str, job_uid: str, attempt: int, weights_bytes: int, deadline_s: float) -> int:
+        asked.append(weights_bytes)
+        return answers[len(asked) - 1]
+
+    books, relays = PaperBooks(), PaperRelays()
+    publisher = Publisher(lambda: books, SENDER, ENTRIES, None, relays, advise)
+    for step in range(4):
+        buffer = publisher.buffer()
+        buffer[:] = bytes([step]) * NUM_BYTES
+        publisher.submit(step, buffer)
+        books.turn(visible=step)
+        publisher.wait_visible(WAIT_S)
+    publisher.close()
+    assert asked == [NUM_BYTES] * 4
+    assert relays.cuts == [128, 128, 128, 32]

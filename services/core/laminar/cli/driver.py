@@ -20,7 +20,7 @@ from laminar.cli.launch import Launchpad
 from laminar.cli.record import Recorder
 from laminar.cli.run_folder import Result, RunFolder, State, StoredMember
 from laminar.cli.view import View
-from laminar.core.chain import ChainNode
+from laminar.core.chain import ChainNode, LostRelays, Neighbourhood
 from laminar.core.events import Occurrence, describe
 from laminar.core.identity import Incarnation, Role
 from laminar.core.liveness import DEFAULT_LIMITS, Sighting, Watch
@@ -94,6 +94,7 @@ class Driver:
         self._slots: dict[str, Child] = {}
         self._known: dict[tuple[str, int], MemberView] = {}
         self._ready: dict[tuple[str, int], bool] = {}
+        self._lost_relays = LostRelays()
         self._fenced: set[tuple[str, int, int]] = set()
         self._pool_life_heard: int | None = None
         self._told: set[tuple[str, int]] = set()
@@ -250,6 +251,8 @@ class Driver:
             key = (member.slot, member.life)
             self._known[key] = member
             self._ready[key] = not (member.suspect or member.fenced)
+        chain = [_node(member) for member in self._state.chain]
+        self._lost_relays.observe(self._clock(), chain, self._state.epoch, map(_neighbourhood, view.members))
         reported = [view.highest_epoch, *(m.epoch for m in view.members if m.epoch is not None)]
         self._highest_epoch = max(self._highest_epoch, *reported)
         if view.durable_step is not None and (self._durable_step is None or view.durable_step > self._durable_step):
@@ -293,6 +296,7 @@ class Driver:
             else self._watch.evidence(child.slot, child.life)
         )
         ended = child.ended_s is not None
+        is_lost = incarnation is not None and self._lost_relays.is_lost(child.slot, incarnation, self._clock())
         return Member(
             slot=child.slot,
             role=Role(role),
@@ -304,7 +308,7 @@ class Driver:
             evidence=evidence,
             incarnation=incarnation,
             fenced=known is not None and (known.fenced or (*key, known.incarnation) in self._fenced),
-            ready=not ended and self._ready.get(key, False),
+            ready=not ended and self._ready.get(key, False) and not is_lost,
             address=self._pad.data_address(child.slot) if role == Role.RELAY else "",
             newest_version=None if known is None else known.version,
             stopping_since_s=child.stopping_since_s,
@@ -372,6 +376,9 @@ class Driver:
             self._restoring_attempt = self._restoring_attempt or action.life
         launch = self._pad.launch(action, self._state.generation, restore_step)
         self._slots[action.slot] = self._children.start(launch)
+        if action.role is Role.TRAINER:
+            # The relays hear of the new attempt with the list, and refuse what an older one may still send.
+            self._told.clear()
 
     async def _fence(self, action: Fence) -> None:
         body = messages.Fence(slot=action.slot, incarnation=action.incarnation, reason=action.reason)
@@ -393,7 +400,7 @@ class Driver:
             ]
             self._store(self._state.model_copy(update={"epoch": action.epoch, "chain": chain}))
         members = [ChainMember(slot=n.slot, address=n.address, machine=n.machine) for n in action.members]
-        epoch = ChainEpoch(epoch=action.epoch, members=members)
+        epoch = ChainEpoch(epoch=action.epoch, members=members, attempt=self._state.attempt)
         heard = await asyncio.gather(*(self._tell(slot, epoch) for slot in action.to))
         for slot, has_heard in zip(action.to, heard, strict=True):
             if has_heard:
@@ -431,6 +438,10 @@ class Driver:
 
 def _node(member: StoredMember) -> ChainNode:
     return ChainNode(member.slot, Incarnation(member.incarnation), member.address, member.machine)
+
+
+def _neighbourhood(member: MemberView) -> Neighbourhood:
+    return Neighbourhood(member.slot, member.epoch, tuple(member.lost_neighbours), member.silent_s)
 
 
 def _how(child: Child) -> str:

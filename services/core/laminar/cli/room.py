@@ -43,7 +43,9 @@ def need(spec: JobSpec, num_parameters: int, num_machines: int) -> Need:
     # Weights, gradients, two moments; rank 0 also keeps the bytes it has handed over.
     trainer_bytes = spec.trainer.replicas * (4 * weights_bytes + TORCH_BYTES) + weights_bytes
     rollout_bytes = spec.rollout.replicas * (weights_bytes + TORCH_BYTES + SERVICE_BYTES)
-    relay_bytes = num_machines * ((spec.relay.keep_versions + 1) * weights_bytes + SERVICE_BYTES)
+    relay_bytes = num_machines * (
+        (spec.relay.keep_versions + 1 + spec.relay.retain_slots) * weights_bytes + SERVICE_BYTES
+    )
     checkpoint_bytes = 3 * weights_bytes
     return Need(
         memory_bytes=trainer_bytes + rollout_bytes + relay_bytes + SERVICE_BYTES,

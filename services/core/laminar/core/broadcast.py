@@ -7,11 +7,17 @@ complete after (k + p - 2)(T_s + W T_b / k); the best k is sqrt((p - 2) W T_b / 
 from __future__ import annotations
 
 import math
+from collections import deque
 
 MIN_CHUNK_BYTES = 1 << 20
 """Below 1 MiB the cost of a message (two system calls, a wake-up, a hash set-up) shows on every link we measured."""
 MAX_CHUNK_BYTES = 64 << 20
 """A lost or damaged chunk costs at most this much, and a hop adds at most this much latency."""
+
+RECENT = 256
+"""Measurements that count: a few versions' worth; a link that changed is known again soon."""
+FASTEST_BYTE_S = 1 / 50e9
+"""No link of one host is faster than 400 Gbit/s; a shorter time says that the send only filled a buffer."""
 
 
 def best_num_chunks(num_nodes: int, weights_bytes: int, byte_s: float, message_s: float) -> float:
@@ -45,6 +51,54 @@ def best_s(num_nodes: int, weights_bytes: int, byte_s: float, message_s: float) 
         return 0.0
     hops = num_nodes - 2
     return weights_bytes * byte_s + hops * message_s + 2 * math.sqrt(hops * weights_bytes * byte_s * message_s)
+
+
+class LinkMeter:
+    """T_b and T_s of the slowest link from here on down the chain, as seen while versions are forwarded.
+
+    Of the own link, a message costs what the quickest exchange of two small ones took of late, and a byte what is left
+    of the time that sending took. A link that waits for its own upstream looks quicker than it is; the first link of
+    the chain, which the formula needs most, does not wait.
+    """
+
+    def __init__(self) -> None:
+        self._messages_s: deque[float] = deque(maxlen=RECENT)
+        self._chunks: deque[tuple[int, float]] = deque(maxlen=RECENT)
+        self._told = (0.0, 0.0)
+
+    def message(self, exchange_s: float) -> None:
+        """A small message went there and its answer came back."""
+        self._messages_s.append(exchange_s)
+
+    def chunk(self, num_bytes: int, send_s: float) -> None:
+        """A chunk was sent."""
+        self._chunks.append((num_bytes, send_s))
+
+    def told(self, byte_s: float, message_s: float) -> None:
+        """What the neighbour knows of the links behind it; 0: nothing."""
+        self._told = (byte_s, message_s)
+
+    @property
+    def message_s(self) -> float:
+        """0: not measured yet."""
+        return max(min(list(self._messages_s), default=0.0), self._told[1])
+
+    @property
+    def byte_s(self) -> float:
+        """0: not measured yet."""
+        chunks, message_s = list(self._chunks), min(list(self._messages_s), default=0.0)
+        num_bytes = sum(size for size, _ in chunks)
+        if num_bytes == 0:
+            return self._told[0]
+        moving_s = sum(taken_s for _, taken_s in chunks) - len(chunks) * message_s
+        return max(moving_s / num_bytes, FASTEST_BYTE_S, self._told[0])
+
+    def chunk_bytes(self, num_nodes: int, weights_bytes: int) -> int:
+        """What `chunk_bytes` says for these links; 0: not measured yet."""
+        byte_s, message_s = self.byte_s, self.message_s
+        if byte_s == 0 or message_s == 0:
+            return 0
+        return chunk_bytes(num_nodes, weights_bytes, byte_s, message_s)
 
 
 def _check(num_nodes: int, weights_bytes: int, byte_s: float, message_s: float) -> None:

@@ -139,6 +139,16 @@ class Ledger:
         """What this life of a replica may write now."""
         return [s for g in self.groups.values() for s in g.samples if s.holder == holder and s.state in RUNNING]
 
+    def unfinished_versions(self) -> list[int]:
+        """Versions that running samples are bound to: those with most of them first, the newer first of equals."""
+        counts = Counter(
+            sample.version
+            for group in self.groups.values()
+            for sample in group.samples
+            if sample.version is not None and sample.state is SampleState.LEASED
+        )
+        return sorted(counts, key=lambda version: (-counts[version], -version))
+
     # --- leases -------------------------------------------------------------------------------------------------
 
     def lease(self, holder: Holder, version: int | None, now_wall_s: float) -> LeaseDecision:

@@ -6,9 +6,9 @@ the master is not waited for.
 
 from __future__ import annotations
 
-import struct
 from enum import StrEnum
 
+from laminar.shell.feeding import Feed
 from laminar.shell.transport import (
     SILENCE_S,
     BadPeer,
@@ -19,19 +19,7 @@ from laminar.shell.transport import (
     recv_message,
     send_message,
 )
-from laminar.wire.codec import frame
-from laminar.wire.links import (
-    CHUNK_HEADER,
-    MANIFEST_MESSAGE_BYTES,
-    SMALL_MESSAGE_BYTES,
-    Announce,
-    Answer,
-    Hello,
-    LinkKind,
-    OfferVerdict,
-    Stored,
-    Welcome,
-)
+from laminar.wire.links import SMALL_MESSAGE_BYTES, Announce, Hello, LinkKind, OfferVerdict, Welcome
 from laminar.wire.manifest import Manifest
 
 PURPOSE = "data"
@@ -71,21 +59,20 @@ def hand_over(
     chunks: bytes | bytearray | memoryview,
     deadline_s: float = SILENCE_S,
 ) -> HandedOver:
-    """Sends the whole buffer that `manifest` describes to the master at `address`. May be repeated with the same bytes.
+    """Sends the buffer that `manifest` describes to the master at `address`, but for the chunks that it has already.
 
-    `deadline_s` bounds each silence (connecting, no byte moving, no answer), not the whole transfer. Raises PeerLost
-    if the master is lost on the way, HandOverRefused if it declines.
+    May be repeated with the same bytes. `deadline_s` bounds each silence (connecting, no byte moving, no answer), not
+    the whole transfer; a master that does not even beat is given up far earlier. Raises PeerLost if the master is
+    lost on the way, HandOverRefused if it declines.
     """
     buffer = memoryview(chunks).cast("B")
     if len(buffer) != manifest.total_bytes:
         raise ValueError(f"version {manifest.version} has {manifest.total_bytes} bytes, the buffer {len(buffer)}")
     conn = connect(address, deadline_s)
     try:
-        prove_as_client(conn, token, job_uid, PURPOSE)
-        send_message(conn, Hello(kind=LinkKind.HANDOVER, slot="trainer", attempt=attempt), deadline_s)
-        recv_message(conn, Welcome, SMALL_MESSAGE_BYTES, deadline_s)
-        announce(conn, manifest, deadline_s)
-        answer = recv_message(conn, Answer, SMALL_MESSAGE_BYTES, deadline_s)
+        _greet(conn, token, job_uid, attempt, manifest.total_bytes, deadline_s)
+        feed = Feed(conn, deadline_s)
+        answer = feed.announce(manifest)
         match answer.verdict:
             case OfferVerdict.SEND:
                 pass
@@ -95,10 +82,10 @@ def hand_over(
                 return HandedOver.SUPERSEDED
             case _:
                 raise HandOverRefused(answer.verdict, answer.current, answer.detail)
-        for index in range(manifest.num_chunks):
+        for index in range(answer.have, manifest.num_chunks):
             start, end = manifest.chunk_range(index)
-            send_chunk(conn, index, buffer[start:end], deadline_s)
-        stored = recv_message(conn, Stored, SMALL_MESSAGE_BYTES, deadline_s)
+            feed.send_chunk(index, buffer[start:end])
+        stored = feed.stored()
         if (stored.version, stored.digest) != (manifest.version, manifest.digest):
             raise BadPeer(Refusal.MALFORMED, f"{address} stored {stored}, not version {manifest.version}")
         return HandedOver.SENT
@@ -106,15 +93,24 @@ def hand_over(
         conn.close()
 
 
-def announce(conn: Conn, manifest: Manifest, deadline_s: float) -> None:
-    """Sends the manifest. Raises PeerLost; ValueError if it is too long for any relay to accept."""
-    message = frame(Announce(manifest=manifest))
-    if len(message) - struct.calcsize("<I") > MANIFEST_MESSAGE_BYTES:
-        raise ValueError(f"the manifest of version {manifest.version} has {len(message)} bytes: use larger chunks")
-    conn.send(message, deadline_s)
+def best_chunk_bytes(
+    address: str, token: str, job_uid: str, attempt: int, weights_bytes: int, deadline_s: float = SILENCE_S
+) -> int:
+    """The chunk size that suits the chain's links, as the master at `address` knows them; 0: it has not measured them.
+
+    Asked before a version is cut into chunks; it is never cut anew. Raises PeerLost.
+    """
+    conn = connect(address, deadline_s)
+    try:
+        welcome = _greet(conn, token, job_uid, attempt, weights_bytes, deadline_s)
+        send_message(conn, Announce(manifest=None), deadline_s)
+        return welcome.chunk_bytes
+    finally:
+        conn.close()
 
 
-def send_chunk(conn: Conn, index: int, chunk: memoryview, deadline_s: float) -> None:
-    """One chunk frame. Raises PeerLost."""
-    conn.send(CHUNK_HEADER.pack(index, len(chunk)), deadline_s, more=True)
-    conn.send(chunk, deadline_s)
+def _greet(conn: Conn, token: str, job_uid: str, attempt: int, weights_bytes: int, deadline_s: float) -> Welcome:
+    prove_as_client(conn, token, job_uid, PURPOSE)
+    hello = Hello(kind=LinkKind.HANDOVER, slot="trainer", attempt=attempt, weights_bytes=weights_bytes)
+    send_message(conn, hello, deadline_s)
+    return recv_message(conn, Welcome, SMALL_MESSAGE_BYTES, deadline_s)

@@ -53,7 +53,11 @@ class Member:
         return reply.incarnation
 
     async def heartbeat_loop(
-        self, make_heartbeat: Callable[[], Heartbeat], *, until: asyncio.Event | None = None
+        self,
+        make_heartbeat: Callable[[], Heartbeat],
+        *,
+        until: asyncio.Event | None = None,
+        take_reply: Callable[[HeartbeatReply], None] | None = None,
     ) -> None:
         """Sends what `make_heartbeat` returns once a second, until `until` is set (None: until cancelled).
 
@@ -69,6 +73,8 @@ class Member:
                     "/v1/heartbeat", make_heartbeat(), HeartbeatReply, BEAT_DEADLINE_S, deadline_s=BEAT_DEADLINE_S
                 )
                 self.newest = reply.newest
+                if take_reply is not None:
+                    take_reply(reply)
             except Unreachable:
                 pass  # the pool restarts: what is said next second counts, not this beat
             next_s = max(next_s + PERIOD_S, loop.time())

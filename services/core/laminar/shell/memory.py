@@ -1,20 +1,65 @@
-"""How much memory processes of this container can still take."""
+"""How much memory this process can still get: from the host, and from every control group that it is in."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
+PROC = Path("/proc")
+CGROUP = Path("/sys/fs/cgroup")
 
-def available_memory_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """MemAvailable (what the kernel can give without swapping), or what this container's limit leaves, if that is less.
 
-    Raises OSError where there is no such number (Linux is needed).
-    """
-    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-    if "MemAvailable" not in fields:
-        raise OSError(f"{meminfo} has no MemAvailable")
-    available_bytes = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, used = cgroup / "memory.max", cgroup / "memory.current"
-    if limit.is_file() and used.is_file() and (text := limit.read_text().strip()) != "max":
-        available_bytes = min(available_bytes, max(0, int(text) - int(used.read_text())))
-    return available_bytes
+def available_memory_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
+    """The least of what the kernel can allocate without swapping and what each limit around us leaves."""
+    return min([_host_bytes(proc), *_cgroup_bytes(proc, cgroup)])
+
+
+def _host_bytes(proc: Path) -> int:
+    meminfo = proc / "meminfo"
+    for line in meminfo.read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            return int(rest.split()[0]) * 1024
+    raise OSError(f"{meminfo} has no MemAvailable")
+
+
+def _cgroup_bytes(proc: Path, root: Path) -> Iterator[int]:
+    """What is left below each limit, of cgroup v2 or v1, from our own group up to the one that is mounted."""
+    for line in _text(proc / "self" / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            yield from _left(root, path, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            yield from _left(root / "memory", path, *names)
+
+
+def _left(root: Path, path: str, limit_name: str, usage_name: str, reclaimable_name: str) -> Iterator[int]:
+    # In a container the path is often that of the host, while only our own group is mounted: then the root is it.
+    group = root / path.lstrip("/")
+    if not group.is_dir():
+        group = root
+    while True:
+        limit, usage = _text(group / limit_name).strip(), _text(group / usage_name).strip()
+        if limit.isdigit() and usage.isdigit():
+            # The page cache gives way; memory of memfds does not.
+            yield max(0, int(limit) - max(0, int(usage) - _stat(group / "memory.stat", reclaimable_name)))
+        if group == root:
+            return
+        group = group.parent
+
+
+def _stat(path: Path, wanted: str) -> int:
+    for line in _text(path).splitlines():
+        name, _, value = line.partition(" ")
+        if name == wanted:
+            return int(value)
+    return 0
+
+
+def _text(path: Path) -> str:
+    """Empty if there is no such file: not every group has every limit."""
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        return ""

@@ -16,7 +16,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from enum import StrEnum
 from typing import Protocol, TypeVar
@@ -36,6 +36,7 @@ USER_TIMEOUT_MS = 5_000
 """Unacknowledged data for this long = lost (a silently dropped link; keepalive alone does not see it)."""
 
 _MAGIC = b"LAMINAR1"
+_READY_BYTES = 4096
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 
@@ -85,17 +86,42 @@ class Waker:
         os.close(self._fd)
 
 
+class Watch(Protocol):
+    """Looks around while a thread sends or receives: at the other direction, at the clock."""
+
+    slice_s: float
+    """A wait is cut into pieces of this length, with a look after each."""
+
+    def look(self) -> None:
+        """Also called between the parts of a long transfer, so it must be cheap. Raises PeerLost to end the wait."""
+        ...
+
+
 class Conn(Protocol):
-    """One connection, owned by one thread; only `interrupt` may be called by others."""
+    """One connection, owned by one thread; only `interrupt`, `say` and `is_open` may be called by others."""
 
     peer: str
 
-    def send(self, view: bytes | memoryview, deadline_s: float, *, more: bool = False) -> None:
+    def send(
+        self, view: bytes | memoryview, deadline_s: float, *, more: bool = False, watch: Watch | None = None
+    ) -> None:
         """Sends all of it. Raises PeerLost if no byte moves for `deadline_s`. `more`: the rest follows at once."""
         ...
 
-    def recv_into(self, view: memoryview, deadline_s: float | None) -> None:
+    def recv_into(self, view: memoryview, deadline_s: float | None, watch: Watch | None = None) -> None:
         """Fills `view`. Raises PeerLost at EOF, or if no byte comes for `deadline_s` (None: wait for ever)."""
+        ...
+
+    def recv_ready(self) -> bytes:
+        """What has come already, a few KiB at most; empty: nothing. Never waits. Raises PeerLost at EOF."""
+        ...
+
+    def say(self, word: bytes) -> bool:
+        """Sends a few bytes whole and without waiting, from any thread; False: there is no room, nothing was sent."""
+        ...
+
+    def is_open(self) -> bool:
+        """False: the other side has closed, though what it sent before may lie unread."""
         ...
 
     def fileno(self) -> int: ...
@@ -138,30 +164,75 @@ class SocketConn:
     def fileno(self) -> int:
         return self._sock.fileno()
 
-    def send(self, view: bytes | memoryview, deadline_s: float, *, more: bool = False) -> None:
-        self._limit(deadline_s)
+    def send(
+        self, view: bytes | memoryview, deadline_s: float, *, more: bool = False, watch: Watch | None = None
+    ) -> None:
         rest = memoryview(view).cast("B")
         flags = socket.MSG_NOSIGNAL | (socket.MSG_MORE if more else 0)
+        while rest:
+            rest = rest[self._move(lambda left=rest: self._sock.send(left, flags), "took", deadline_s, watch) :]
+
+    def recv_into(self, view: memoryview, deadline_s: float | None, watch: Watch | None = None) -> None:
+        while view:
+            received = self._move(lambda left=view: self._sock.recv_into(left), "sent", deadline_s, watch)
+            if received == 0:
+                raise PeerLost(f"{self.peer} closed the connection")
+            view = view[received:]
+
+    def recv_ready(self) -> bytes:
+        if not self._is_ready(select.POLLIN):
+            return b""
         try:
-            while rest:
-                rest = rest[self._sock.send(rest, flags) :]
-        except TimeoutError as error:
-            raise PeerLost(f"{self.peer} took no byte for {deadline_s} s") from error
+            came = self._sock.recv(_READY_BYTES)
         except OSError as error:
+            raise PeerLost(f"{self.peer}: {error}") from error
+        if not came:
+            raise PeerLost(f"{self.peer} closed the connection")
+        return came
+
+    def say(self, word: bytes) -> bool:
+        # Writable means room for far more than a word, so that words of two threads never mix.
+        if not self._is_ready(select.POLLOUT):
+            return False
+        try:
+            sent = self._sock.send(word, socket.MSG_NOSIGNAL)
+        except OSError as error:
+            raise PeerLost(f"{self.peer}: {error}") from error
+        if sent < len(word):
+            raise PeerLost(f"{self.peer} takes half words")
+        return True
+
+    def is_open(self) -> bool:
+        try:
+            return not self._is_ready(select.POLLRDHUP)
+        except PeerLost:
+            return False
+
+    def _is_ready(self, event: int) -> bool:
+        poll = select.poll()
+        try:
+            poll.register(self._sock, event)
+            return bool(poll.poll(0))
+        except (OSError, ValueError) as error:
             raise PeerLost(f"{self.peer}: {error}") from error
 
-    def recv_into(self, view: memoryview, deadline_s: float | None) -> None:
-        self._limit(deadline_s)
-        try:
-            while view:
-                received = self._sock.recv_into(view)
-                if received == 0:
-                    raise PeerLost(f"{self.peer} closed the connection")
-                view = view[received:]
-        except TimeoutError as error:
-            raise PeerLost(f"{self.peer} sent no byte for {deadline_s} s") from error
-        except OSError as error:
-            raise PeerLost(f"{self.peer}: {error}") from error
+    def _move(self, move: Callable[[], int], verb: str, deadline_s: float | None, watch: Watch | None) -> int:
+        """One transfer of at least a byte (0 at EOF), in slices if somebody looks around meanwhile."""
+        ends_s = None if deadline_s is None else time.monotonic() + deadline_s
+        self._limit(deadline_s if watch is None else watch.slice_s)
+        while True:
+            try:
+                moved = move()
+            except TimeoutError as error:
+                if watch is None or (ends_s is not None and time.monotonic() >= ends_s):
+                    raise PeerLost(f"{self.peer} {verb} no byte for {deadline_s} s") from error
+                moved = None
+            except OSError as error:
+                raise PeerLost(f"{self.peer}: {error}") from error
+            if watch is not None:
+                watch.look()
+            if moved is not None:
+                return moved
 
     def interrupt(self) -> None:
         try:
@@ -247,11 +318,11 @@ def connect_unix(path: str, deadline_s: float) -> SocketConn:
     return SocketConn(sock, path)
 
 
-def prove_as_client(conn: Conn, token: str, job_uid: str, purpose: str) -> None:
+def prove_as_client(conn: Conn, token: str, job_uid: str, purpose: str, deadline_s: float = PROOF_S) -> None:
     """Checks that the listener knows the token, then shows that we do. Raises BadPeer(UNAUTHORIZED) or PeerLost."""
-    until = time.monotonic() + PROOF_S
+    until = time.monotonic() + deadline_s
     mine = os.urandom(_NONCE_BYTES)
-    conn.send(_MAGIC + mine, PROOF_S)
+    conn.send(_MAGIC + mine, deadline_s)
     theirs = _recv_within(conn, _NONCE_BYTES, until)
     proof = _recv_within(conn, _PROOF_BYTES, until)
     if not hmac.compare_digest(proof, _proof(token, "listener", job_uid, purpose, mine, theirs)):
@@ -283,11 +354,13 @@ def send_message(conn: Conn, message: msgspec.Struct, deadline_s: float = SILENC
     conn.send(frame(message), deadline_s, more=more)
 
 
-def recv_message(conn: Conn, type_: type[T], limit_bytes: int, deadline_s: float | None = SILENCE_S) -> T:
+def recv_message(
+    conn: Conn, type_: type[T], limit_bytes: int, deadline_s: float | None = SILENCE_S, watch: Watch | None = None
+) -> T:
     """Waits `deadline_s` (None: for ever) for a message to begin. Raises PeerLost; BadPeer if it is too long or not
     of this type."""
     head = bytearray(4)
-    conn.recv_into(memoryview(head), deadline_s)
+    conn.recv_into(memoryview(head), deadline_s, watch)
     (size,) = struct.unpack("<I", head)
     if size > limit_bytes:
         raise BadPeer(Refusal.TOO_LARGE, f"{conn.peer} announces a {type_.__name__} of {size} bytes")

@@ -71,6 +71,8 @@ class LeaseReply(Struct, frozen=True, kw_only=True):
     digest: str = ""
     groups: list[GroupGrant] = []
     temperature: float = 1.0
+    relays: list[str] = []
+    """REFRESH: chain listeners (host:port) to copy from where mapping does not work, this machine's relay first."""
 
 
 class AppendItem(Struct, frozen=True, kw_only=True):

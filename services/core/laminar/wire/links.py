@@ -1,8 +1,10 @@
 """Messages of the relays' data connections (after the HMAC proof of `laminar.shell.transport`).
 
 Chain link, from the upstream:    Hello -> Welcome, then per version  Announce -> Answer -> chunk frames -> Stored.
+                                  Beats come back all the while; Replaced instead of anything ends the link in peace.
 Hand-over, from the trainer:      the same, with one version.
 Hand-off, from an engine (unix):  OpenVersion -> Opened + the slot's descriptor; the open connection is the hold.
+Pull, from an engine (TCP):       Hello -> Welcome, OpenVersion -> Opened, then all chunk frames.
 Each message is a uint32 little-endian length and MessagePack. A chunk frame is `CHUNK_HEADER` and the bytes.
 """
 
@@ -29,6 +31,7 @@ FRAME_ABORT = 0xFFFFFFFE
 class LinkKind(StrEnum):
     CHAIN = "chain"
     HANDOVER = "handover"
+    PULL = "pull"
 
 
 class Held(Struct, frozen=True, kw_only=True):
@@ -43,14 +46,19 @@ class Hello(Struct, frozen=True, kw_only=True):
     slot: str
     epoch: int = -1
     """Chain: the epoch that the upstream acts on."""
+    bypass: int = 0
+    """Chain: members of that epoch's list between the two ends, passed by because they are lost."""
     attempt: int = -1
     """Hand-over: the trainer's attempt."""
+    weights_bytes: int = 0
+    """Hand-over: size of the version to come; asks for the chunk size to cut it into."""
 
 
 class LinkVerdict(StrEnum):
     ACCEPTED = "accepted"
     LOWER_EPOCH = "lowerEpoch"
     NOT_UPSTREAM = "notUpstream"
+    BYPASSED = "bypassed"
 
 
 class Welcome(Struct, frozen=True, kw_only=True):
@@ -59,6 +67,8 @@ class Welcome(Struct, frozen=True, kw_only=True):
     verdict: LinkVerdict
     current: int
     held: list[Held]
+    chunk_bytes: int = 0
+    """For a trainer that named its size: the best chunk size for this chain's links; 0: not measured yet."""
 
 
 class Announce(Struct, frozen=True, kw_only=True):
@@ -80,18 +90,48 @@ class OfferVerdict(StrEnum):
     """The same version number with another digest, or another job."""
 
 
-class Answer(Struct, frozen=True, kw_only=True):
+class Answer(Struct, frozen=True, kw_only=True, tag="answer"):
     verdict: OfferVerdict
     current: int = -1
     """The attempt, epoch or newest version in force, as the verdict says."""
     detail: str = ""
+    have: int = 0
+    """SEND: chunks that are here already, from an earlier link; sending starts after them."""
 
 
-class Stored(Struct, frozen=True, kw_only=True):
+class Beat(Struct, frozen=True, kw_only=True, tag="beat"):
+    """The receiver lives and waits for bytes, or takes them. `have`: chunks of this version that are here."""
+
+    have: int
+
+
+class Stored(Struct, frozen=True, kw_only=True, tag="stored"):
     """All bytes of the version are here and have the announced hashes."""
 
     version: int
     digest: str
+    byte_s: float = 0.0
+    message_s: float = 0.0
+    """The slowest link further down, as measured: seconds per byte and per message; 0: none."""
+
+
+class Replaced(Struct, frozen=True, kw_only=True, tag="replaced"):
+    """Another upstream of a higher standing sends now; the receiver is well, and must not be taken for lost."""
+
+
+Reply = Answer | Beat | Stored | Replaced
+"""Everything that a receiver says after its Welcome."""
+
+
+class HandOff(StrEnum):
+    """How engines get at a version: `relay.handoff` of the job."""
+
+    AUTO = "auto"
+    """Mapped; copied where mapping does not work or the machine's relay is dead."""
+    MEMFD = "memfd"
+    """Mapped, or not at all."""
+    TCP = "tcp"
+    """Copied."""
 
 
 class OpenVersion(Struct, frozen=True, kw_only=True):

@@ -2,7 +2,8 @@
 
 It travels before the bytes; every relay and engine checks what arrives against it. Bytes of all tensors lie in one
 buffer, each tensor aligned to 64 bytes; the buffer is cut into equal chunks (the last one may be shorter). The digest
-is xxh3-128 over the ordered chunk hashes, so it is known as soon as the last chunk has been hashed.
+is xxh3-128 over the ordered chunk hashes and the tensor table, so it is known as soon as the last chunk has been
+hashed, and the same bytes under other names or shapes have another one.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     step: int
     attempt: int
     digest: str
-    """xxh3-128 over the ordered chunk hashes, as hex."""
+    """`digest_of` the chunk hashes and the tensor table."""
     total_bytes: int
     chunk_bytes: int
     chunk_hashes: list[bytes]
@@ -124,7 +125,7 @@ def make_manifest(
         raise ManifestError(f"chunk_bytes must be positive, not {chunk_bytes}")
     hashes = [chunk_hash(view[start : start + chunk_bytes]) for start in range(0, len(view), chunk_bytes)]
     manifest = Manifest(
-        job_uid=job_uid, version=version, step=step, attempt=attempt, digest=digest_of(hashes),
+        job_uid=job_uid, version=version, step=step, attempt=attempt, digest=digest_of(hashes, tensors),
         total_bytes=len(view), chunk_bytes=chunk_bytes, chunk_hashes=hashes, tensors=tensors,
     )  # fmt: skip
     check_manifest(manifest)
@@ -136,9 +137,14 @@ def chunk_hash(chunk: bytes | memoryview) -> bytes:
     return xxhash.xxh3_128_digest(chunk)
 
 
-def digest_of(chunk_hashes: Iterable[bytes]) -> str:
-    """The version's digest, from its chunk hashes in order."""
-    return xxhash.xxh3_128_hexdigest(b"".join(chunk_hashes))
+def digest_of(chunk_hashes: Iterable[bytes], tensors: Sequence[TensorEntry]) -> str:
+    """The version's digest: xxh3-128 over the chunk hashes in order and what the tensors are called and look like."""
+    state = xxhash.xxh3_128()
+    for each in chunk_hashes:
+        state.update(each)
+    for entry in tensors:
+        state.update(f"\0{entry.name}\0{entry.dtype}\0{entry.shape}\0{entry.offset}".encode())
+    return state.hexdigest()
 
 
 def verify_chunk(manifest: Manifest, index: int, chunk: bytes | memoryview) -> None:
@@ -161,8 +167,8 @@ def check_manifest(manifest: Manifest) -> None:
         raise ManifestError(f"{who}: {len(manifest.chunk_hashes)} chunk hashes for {manifest.num_chunks} chunks")
     if any(len(item) != HASH_BYTES for item in manifest.chunk_hashes):
         raise ManifestError(f"{who}: a chunk hash is not {HASH_BYTES} bytes long")
-    if digest_of(manifest.chunk_hashes) != manifest.digest:
-        raise ManifestError(f"{who}: the digest is not that of the chunk hashes")
+    if digest_of(manifest.chunk_hashes, manifest.tensors) != manifest.digest:
+        raise ManifestError(f"{who}: the digest is not that of the chunk hashes and the tensors")
     end = 0
     names: set[str] = set()
     for entry in manifest.tensors:

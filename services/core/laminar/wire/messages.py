@@ -83,6 +83,9 @@ class Heartbeat(Message):
 
 class HeartbeatReply(Message):
     newest: int | None = None
+    retain: list[int] = Field(
+        default=[], description="relays: versions with unfinished trajectories, those with most of them first"
+    )
 
 
 class Fence(Message):
@@ -152,6 +155,7 @@ class ChainEpoch(Message):
 
     epoch: int
     members: list[ChainMember]
+    attempt: int = Field(default=-1, description="of the trainer, as the driver knows it: lower ones are fenced off")
 
 
 class VersionComplete(Message):

@@ -14,6 +14,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.alias_generators import to_camel
 
+from laminar.wire.links import HandOff
+
 API_VERSION = "laminar.dev/v1alpha1"
 KIND = "LaminarJob"
 
@@ -214,6 +216,20 @@ class Rollout(SpecModel):
 
 class Relay(SpecModel):
     keep_versions: int = Field(default=2, ge=2, le=64, description="Complete versions that each relay keeps.")
+    retain_slots: int = Field(
+        default=0, ge=0, le=64,
+        description="Slots more, for older versions that unfinished trajectories still need. Each costs one version "
+        "of memory on every rollout machine.",
+    )  # fmt: skip
+    handoff: HandOff = Field(
+        default=HandOff.AUTO,
+        description="How engines get weights: memfd maps the relay's memory, tcp copies it; auto maps, and copies "
+        "where that does not work or the machine's relay is dead.",
+    )
+    read_deadline_seconds: float = Field(
+        default=30.0, gt=0, le=3600,
+        description="For how long an engine that reads a version keeps its slot from being taken for a newer one.",
+    )  # fmt: skip
 
 
 class TensorBoard(SpecModel):

@@ -47,6 +47,8 @@ VIEW_S = 0.5
 LOAD_PERIOD_S = 1.0
 MAX_LOADS = 20_000
 """Points of the load curves; when full, every second one goes and from then on half as many are taken."""
+MAX_RETAINED = 64
+"""As many as relay.retainSlots may be."""
 
 
 class Pool:
@@ -118,7 +120,14 @@ class Pool:
             books.news.members.notify()
         books.submit()
         newest = books.register.newest
-        return HeartbeatReply(newest=newest.version if newest else None)
+        retain = self._retained() if member.register.role is Role.RELAY else []
+        return HeartbeatReply(newest=newest.version if newest else None, retain=retain)
+
+    def _retained(self) -> list[int]:
+        """Versions that relays keep beyond the newest ones if they can: an open evaluation's, then by open samples."""
+        evaluated = [round_.version for round_ in self.books.rounds.values() if not round_.done]
+        unfinished = [version for version in self.books.ledger.unfinished_versions() if version not in evaluated]
+        return [*evaluated, *unfinished][:MAX_RETAINED]
 
     async def fence(self, call: Fence) -> None:
         """Nothing that this incarnation says counts any more."""

@@ -41,6 +41,8 @@ from laminar.wire.dataplane import (
 )
 from laminar.wire.messages import PoolPhase, Role
 
+NEIGHBOURS = 2
+"""Relays beside its own that a replica hears of."""
 EVAL_LEASES_OF_RUNNING = 2
 """An evaluation lease holds this many times what the engine decodes together: no slot idles, and replicas share."""
 MAX_EVAL_FAILURES = 3
@@ -93,7 +95,7 @@ class Rollouts:
             case Wait():
                 return None
             case Refresh(version):
-                return self._refresh(version)
+                return self._refresh(version, member)
             case Grant(version, samples):
                 member.progress_s = books.clock.monotonic_s()
                 if books.first_lease_wall_s is None:
@@ -104,12 +106,19 @@ class Rollouts:
                     groups=self._grants(samples), temperature=books.spec.sampling.temperature,
                 )  # fmt: skip
 
-    def _refresh(self, version: int) -> LeaseReply:
-        return LeaseReply(kind=LeaseKind.REFRESH, version=version, digest=self._books.register.row(version).digest)
+    def _refresh(self, version: int, member: Member) -> LeaseReply:
+        digest = self._books.register.row(version).digest
+        return LeaseReply(kind=LeaseKind.REFRESH, version=version, digest=digest, relays=self._relays(member))
+
+    def _relays(self, member: Member) -> list[str]:
+        """This machine's relay first, then neighbours."""
+        relays = [relay for relay in self._books.members.of_role(Role.RELAY) if not relay.suspect]
+        relays.sort(key=lambda relay: (relay.register.machine != member.register.machine, relay.slot))
+        return [relay.register.data_address for relay in relays[: 1 + NEIGHBOURS]]
 
     def _evaluate(self, round_: EvaluationRound, call: LeaseCall, member: Member) -> LeaseReply | None:
         if call.version != round_.version:
-            return self._refresh(round_.version)
+            return self._refresh(round_.version, member)
         samples = round_.lease(member.holder, EVAL_LEASES_OF_RUNNING * call.max_running)
         if not samples:
             return None

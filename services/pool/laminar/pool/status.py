@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from laminar.core.samples import DiscardReason
-from laminar.core.versions import VersionRow
+from laminar.core.versions import VersionRow, VersionState
 from laminar.pool.books import Books
 from laminar.shell.ledger_file import evaluation_rows
 from laminar.wire.messages import (
@@ -120,6 +120,7 @@ class BooksCollector(Collector):
             ("laminar_steps", "Steps of the job", status.steps),
             ("laminar_reward", "Mean reward of the last step", last.reward_mean if last else 0.0),
             ("laminar_version", "Newest visible version", status.newest.version if status.newest else -1),
+            ("laminar_versions_burned", "Versions whose trainer died before they were complete", _burned(books)),
             ("laminar_chain_epoch", "Epoch of the relay chain", status.epoch),
             ("laminar_trainer_attempt", "Attempt of the trainer", status.attempt),
             ("laminar_open_samples", "Admitted samples that have not ended", status.counts.open),
@@ -141,6 +142,10 @@ class BooksCollector(Collector):
         tokens = CounterMetricFamily("laminar_response_tokens", "Tokens of responses that steps consumed")
         tokens.add_metric((), sum(row.response_tokens for row in books.steps.values()))
         yield tokens
+
+
+def _burned(books: Books) -> int:
+    return sum(row.state is VersionState.BURNED for row in books.register.rows())
 
 
 def _totals(counts: LedgerCounts) -> Iterable[Metric]:

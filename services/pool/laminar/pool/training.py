@@ -200,9 +200,10 @@ class Training:
         """Raises a 409 for a lower epoch, or another list under the same one."""
         books = self._books
         current = books.chain
-        if chain.epoch < current.epoch or (chain.epoch == current.epoch and chain != current):
+        same = (chain.epoch, chain.members) == (current.epoch, current.members)
+        if chain.epoch < current.epoch or (chain.epoch == current.epoch and not same):
             raise Refusal(409, "epoch", f"epoch {current.epoch} is in force", current=current.epoch)
-        if chain == current:
+        if same:
             return
         books.chain = chain
         books.write(rows.meta("chain", chain.model_dump_json()))

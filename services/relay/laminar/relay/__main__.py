@@ -35,7 +35,7 @@ async def main(common: Common) -> int:
     plane = DataPlane(
         common.slot,
         Credentials(common.token, common.job_uid),
-        settings.num_slots,
+        settings.sizes,
         data_listener,
         listen_unix(str(settings.handoff)),
         notice_from_thread,

@@ -52,6 +52,9 @@ class RelayState(BaseModel):
     aborted_versions: int
     superseded_versions: int
     slots_reused_under_reader: int
+    bypasses: int
+    resumed_versions: int
+    downstream: str | None
     refused: dict[str, int]
     declined: dict[str, int]
 
@@ -106,6 +109,9 @@ class RelayAgent:
             aborted_versions=view.counters.aborted_versions,
             superseded_versions=view.counters.superseded_versions,
             slots_reused_under_reader=view.counters.slots_reused_under_reader,
+            bypasses=view.counters.bypasses,
+            resumed_versions=view.counters.resumed_versions,
+            downstream=view.downstream,
             refused=view.counters.refused,
             declined=view.counters.declined,
         )
@@ -128,7 +134,11 @@ class RelayAgent:
             self._service.set_ready(True)
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    beat = member.heartbeat_loop(lambda: self._heartbeat(member), until=self._service.stopping)
+                    beat = member.heartbeat_loop(
+                        lambda: self._heartbeat(member),
+                        until=self._service.stopping,
+                        take_reply=lambda reply: self._plane.retain(reply.retain),
+                    )
                     tasks.create_task(beat)
                     tasks.create_task(self._tell(member))
             except* (Superseded, Unknown) as errors:

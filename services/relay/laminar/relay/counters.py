@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class CountersView:
-    """A consistent copy. All numbers only grow, except `publication_lag_s` (of the last version)."""
+    """A consistent copy. All numbers only grow, except `publication_lag_s` and `forward_bytes_per_s`
+    (of the last version)."""
 
     received_bytes: int
     forwarded_bytes: int
@@ -18,6 +19,16 @@ class CountersView:
     superseded_versions: int
     """Complete here, but dropped before they went down the chain: a newer one came first."""
     slots_reused_under_reader: int
+    bypasses: int
+    """Lost neighbours that this relay passed by."""
+    resumed_versions: int
+    """Half versions that another upstream went on with."""
+    reader_deadlines: int
+    """Readers that held a slot for longer than readDeadlineSeconds."""
+    pulled_bytes: int
+    """Sent to engines by TCP."""
+    forward_bytes_per_s: float
+    """Of the version that went down the chain last, while it went."""
     publication_lag_s: float
     """From the manifest's arrival to the last verified byte, for the newest version."""
     refused: dict[str, int]
@@ -35,6 +46,7 @@ class Counters:
     _refused: Counter[str] = field(default_factory=Counter[str])
     _declined: Counter[str] = field(default_factory=Counter[str])
     _lag_s: float = 0.0
+    _hop_bytes_per_s: float = 0.0
 
     def received(self, num_bytes: int) -> None:
         self._add("received_bytes", num_bytes)
@@ -52,6 +64,22 @@ class Counters:
 
     def superseded(self) -> None:
         self._add("superseded_versions", 1)
+
+    def bypassed(self) -> None:
+        self._add("bypasses", 1)
+
+    def resumed(self) -> None:
+        self._add("resumed_versions", 1)
+
+    def reader_overdue(self) -> None:
+        self._add("reader_deadlines", 1)
+
+    def pulled(self, num_bytes: int) -> None:
+        self._add("pulled_bytes", num_bytes)
+
+    def hop_done(self, bytes_per_s: float) -> None:
+        with self._lock:
+            self._hop_bytes_per_s = bytes_per_s
 
     def reused_under_reader(self) -> None:
         self._add("slots_reused_under_reader", 1)
@@ -74,6 +102,11 @@ class Counters:
                 aborted_versions=numbers["aborted_versions"],
                 superseded_versions=numbers["superseded_versions"],
                 slots_reused_under_reader=numbers["slots_reused_under_reader"],
+                bypasses=numbers["bypasses"],
+                resumed_versions=numbers["resumed_versions"],
+                reader_deadlines=numbers["reader_deadlines"],
+                pulled_bytes=numbers["pulled_bytes"],
+                forward_bytes_per_s=self._hop_bytes_per_s,
                 publication_lag_s=self._lag_s,
                 refused=dict(self._refused),
                 declined=dict(self._declined),

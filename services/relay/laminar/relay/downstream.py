@@ -1,88 +1,76 @@
-"""Sending side: keeps one link to the next member of the chain and forwards versions to it."""
+"""Sending side: keeps one link down the chain and forwards versions over it, past lost neighbours if need be."""
 
 from __future__ import annotations
 
 import logging
 import select
 import threading
+import time
 from collections.abc import Callable
 
-from laminar.core.identity import Epoch
+from laminar.core.broadcast import LinkMeter
+from laminar.core.chain import Standing
 from laminar.relay.counters import Counters
 from laminar.relay.membership import Membership
 from laminar.relay.serving import Credentials
-from laminar.relay.store import Pin, VersionLost, VersionStore
-from laminar.shell.handover import PURPOSE, announce, send_chunk
+from laminar.relay.store import VersionStore
+from laminar.relay.uses import Pin, VersionLost
+from laminar.shell.feeding import SLICE_S, Feed, LinkReplaced
+from laminar.shell.handover import PURPOSE
 from laminar.shell.logs import fields
-from laminar.shell.transport import (
-    SILENCE_S,
-    Conn,
-    PeerLost,
-    Waker,
-    connect,
-    prove_as_client,
-    recv_message,
-    send_message,
-)
-from laminar.wire.links import (
-    CHUNK_HEADER,
-    FRAME_ABORT,
-    FRAME_PING,
-    SMALL_MESSAGE_BYTES,
-    Announce,
-    Answer,
-    Hello,
-    LinkKind,
-    LinkVerdict,
-    OfferVerdict,
-    Stored,
-    Welcome,
-)
+from laminar.shell.transport import Conn, PeerLost, Waker, connect, prove_as_client, recv_message, send_message
+from laminar.wire.links import SMALL_MESSAGE_BYTES, Hello, LinkKind, LinkVerdict, OfferVerdict, Welcome
 from laminar.wire.messages import ChainMember
 
 log = logging.getLogger("laminar.relay")
 
-CONNECT_S = 2.0
+CONNECT_S = 1.0
+"""For each of connecting, the proof and the welcome. A member that needs longer is passed by."""
 FIRST_PAUSE_S = 0.05
 LAST_PAUSE_S = 1.0
-PING_S = 1.0
-"""Well below the receiver's SILENCE_S, so that waiting for our own upstream is not taken for death."""
 
 
 class DownstreamLink:
-    """One thread. Life: connect -> prove -> hello -> (wait for a version -> forward it)* ; again after each loss.
+    """One thread. Life: connect -> prove -> hello -> (wait for a version -> forward it)*; again after each loss, then
+    with the next member of the list if this relay may pass the lost one by.
 
     Ends by `stop` (with a goodbye, so that the neighbour does not report us lost) or by `cut`.
     """
 
     def __init__(
         self,
-        target: ChainMember,
         credentials: Credentials,
         membership: Membership,
         store: VersionStore,
         counters: Counters,
+        meter: LinkMeter,
         on_change: Callable[[], None],
         fail: Callable[[BaseException], None],
     ) -> None:
-        self.target = target
         self._credentials = credentials
         self._membership = membership
         self._store = store
         self._counters = counters
+        self._meter = meter
         self._on_change = on_change
         self._fail = fail
         self._waker = Waker()
         self._stopping = False
         self._is_cut = False
         self._conn: Conn | None = None
+        self._member: ChainMember | None = None
         self._lock = threading.Lock()
         self._pause_s = FIRST_PAUSE_S
-        self._thread = threading.Thread(target=self._run, name=f"link-{target.slot}")
+        self._thread = threading.Thread(target=self._run, name="downstream")
 
     def start(self) -> None:
         self._store.subscribe(self._waker)
         self._thread.start()
+
+    @property
+    def member(self) -> ChainMember | None:
+        """Whom this link goes to, or went to last."""
+        return self._member
 
     def kick(self) -> None:
         """Tries again now if the link is down: a new epoch says that the neighbour is there."""
@@ -111,12 +99,8 @@ class DownstreamLink:
 
     def _run(self) -> None:
         try:
-            while not self._stopping:
-                try:
-                    self._session()
-                except PeerLost as error:
-                    self._lost(error)
-                if not self._stopping:
+            while not self._stopping and (aim := self._membership.downstream) is not None:
+                if not self._try(*aim) and not self._stopping:
                     self._wait(None, self._pause_s)
                     self._pause_s = min(LAST_PAUSE_S, 2 * self._pause_s)
         except BaseException as error:  # noqa: BLE001 - nothing is swallowed: it ends the process
@@ -124,88 +108,124 @@ class DownstreamLink:
         finally:
             self._store.unsubscribe(self._waker)
 
-    def _lost(self, error: PeerLost) -> None:
-        if not self._stopping and self._membership.downstream_lost(self.target.slot):
-            log.warning("downstream lost", extra=fields(downstream=self.target.slot, why=str(error)))
-            self._on_change()
+    def _try(self, member: ChainMember, standing: Standing) -> bool:
+        """One session. True: there is another target, to be tried at once."""
+        self._member = member
+        try:
+            self._session(member, standing)
+        except LinkReplaced as error:
+            log.info("downstream has another upstream", extra=fields(downstream=member.slot, why=str(error)))
+        except PeerLost as error:
+            return not self._stopping and self._lost(member, error)
+        return False
 
-    def _session(self) -> None:
-        conn = connect(self.target.address, CONNECT_S)
+    def _lost(self, member: ChainMember, error: PeerLost) -> bool:
+        news = self._membership.downstream_lost(member.slot)
+        passed_by = self._membership.pass_by(member.slot)
+        if passed_by:
+            self._counters.bypassed()
+        if news or passed_by:
+            what = fields(downstream=member.slot, why=str(error), bypassed=passed_by)
+            log.warning("downstream lost", extra=what)
+            self._on_change()
+        return passed_by
+
+    def _session(self, member: ChainMember, standing: Standing) -> None:
+        conn = connect(member.address, CONNECT_S)
         with self._lock:
             self._conn = conn
         try:
-            prove_as_client(conn, self._credentials.token, self._credentials.job_uid, PURPOSE)
-            place = self._membership.place
-            send_message(conn, Hello(kind=LinkKind.CHAIN, slot=place.slot, epoch=place.epoch))
-            welcome = recv_message(conn, Welcome, SMALL_MESSAGE_BYTES)
+            if self._is_cut:
+                return
+            prove_as_client(conn, self._credentials.token, self._credentials.job_uid, PURPOSE, CONNECT_S)
+            slot = self._membership.place.slot
+            hello = Hello(kind=LinkKind.CHAIN, slot=slot, epoch=standing.epoch, bypass=standing.bypass)
+            send_message(conn, hello)
+            welcome = recv_message(conn, Welcome, SMALL_MESSAGE_BYTES, CONNECT_S)
+            what = fields(downstream=member.slot, epoch=standing.epoch, bypass=standing.bypass)
             if welcome.verdict is not LinkVerdict.ACCEPTED:
-                self._declined(welcome, place.epoch)
+                log.info(f"downstream declines this link: {welcome.verdict}", extra=what)
                 return
             self._pause_s = FIRST_PAUSE_S
-            self._membership.downstream_linked(self.target.slot)
-            log.info("downstream linked", extra=fields(downstream=self.target.slot, epoch=place.epoch))
+            self._membership.downstream_linked(member.slot)
+            log.info("downstream linked", extra=what)
             self._on_change()
-            self._feed(conn, max((held.version for held in welcome.held), default=-1))
+            self._feed(Feed(conn), max((held.version for held in welcome.held), default=-1))
         finally:
             with self._lock:
                 self._conn = None
                 conn.close()
 
-    def _declined(self, welcome: Welcome, epoch: Epoch) -> None:
-        what = fields(downstream=self.target.slot, verdict=welcome.verdict, epoch=epoch, current=welcome.current)
-        log.info("downstream declines this link", extra=what)
-
-    def _feed(self, conn: Conn, cursor: int) -> None:
+    def _feed(self, feed: Feed, cursor: int) -> None:
         """Forwards until `stop`. `cursor`: the newest version that the neighbour holds."""
-        while not self._stopping:
-            self._waker.clear()
-            pin = self._store.pin_for_downstream(cursor)
-            if pin is None:
-                if not self._stopping and self._wait(conn, None):
-                    raise PeerLost(f"{conn.peer} closed the connection")
-                continue
-            try:
-                if self._forward(conn, pin):
-                    cursor = pin.manifest.version
-            finally:
-                pin.release()
-        if not self._is_cut:
-            send_message(conn, Announce(manifest=None))
+        try:
+            while not self._stopping:
+                self._waker.clear()
+                pin = self._store.pin_for_downstream(cursor)
+                if pin is None:
+                    if not self._stopping:
+                        self._wait(feed.conn, None)
+                        feed.take_in()
+                    continue
+                try:
+                    if self._forward(feed, pin):
+                        cursor = pin.manifest.version
+                finally:
+                    pin.release()
+            if not self._is_cut:
+                feed.goodbye()
+        except LinkReplaced:
+            raise
+        except PeerLost:
+            # A send fails as soon as the other side has closed; its last word may lie unread.
+            feed.take_in()
+            raise
 
-    def _forward(self, conn: Conn, pin: Pin) -> bool:
+    def _forward(self, feed: Feed, pin: Pin) -> bool:
         """True: the neighbour needs this version no more, whatever it did with it."""
-        announce(conn, pin.manifest, SILENCE_S)
-        answer = recv_message(conn, Answer, SMALL_MESSAGE_BYTES)
+        asked_s = time.monotonic()
+        answer = feed.announce(pin.manifest)
         if answer.verdict is not OfferVerdict.SEND:
             what = fields(version=pin.manifest.version, verdict=answer.verdict, why=answer.detail)
             log.info("downstream does not take a version", extra=what)
             return True
+        self._meter.message(time.monotonic() - asked_s)
+        if answer.have:
+            log.info("broadcast goes on", extra=fields(version=pin.manifest.version, have=answer.have))
+        began_s, began_bytes = time.monotonic(), pin.manifest.chunk_bytes * answer.have
         try:
-            for index in range(pin.manifest.num_chunks):
+            for index in range(answer.have, pin.manifest.num_chunks):
                 self._must_go_on()
-                while not pin.wait_chunk(index, PING_S):
+                while not pin.wait_chunk(index, SLICE_S):
                     self._must_go_on()
-                    conn.send(CHUNK_HEADER.pack(FRAME_PING, 0), SILENCE_S)
-                with pin.chunk(index) as chunk:
-                    send_chunk(conn, index, chunk, SILENCE_S)
-                    self._counters.forwarded(len(chunk))
+                    feed.linger()
+                self._send_chunk(feed, pin, index)
         except VersionLost:
-            conn.send(CHUNK_HEADER.pack(FRAME_ABORT, 0), SILENCE_S)
+            feed.abort()
             return False
-        stored = recv_message(conn, Stored, SMALL_MESSAGE_BYTES)
+        stored = feed.stored()
+        took_s = max(1e-9, time.monotonic() - began_s)
+        self._counters.hop_done(max(0, pin.manifest.total_bytes - began_bytes) / took_s)
+        self._meter.told(stored.byte_s, stored.message_s)
         return stored.version == pin.manifest.version
+
+    def _send_chunk(self, feed: Feed, pin: Pin, index: int) -> None:
+        began_s = time.monotonic()
+        with pin.chunk(index) as chunk:
+            feed.send_chunk(index, chunk)
+            self._counters.forwarded(len(chunk))
+            self._meter.chunk(len(chunk), time.monotonic() - began_s)
 
     def _must_go_on(self) -> None:
         if self._stopping:
             raise VersionLost("this link has ended")
 
-    def _wait(self, conn: Conn | None, timeout_s: float | None) -> bool:
-        """Until the waker is set, or `timeout_s`, or `conn` has something to say: then True."""
+    def _wait(self, conn: Conn | None, timeout_s: float | None) -> None:
+        """Until the waker is set, or `timeout_s`, or `conn` has something to say."""
         poll = select.poll()
         poll.register(self._waker, select.POLLIN)
         if conn is not None:
             poll.register(conn, select.POLLIN)
-        ready = {fd for fd, _ in poll.poll(None if timeout_s is None else timeout_s * 1000)}
+        poll.poll(None if timeout_s is None else timeout_s * 1000)
         if conn is None:
             self._waker.clear()
-        return conn is not None and conn.fileno() in ready

@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
-from laminar.core.chain import Place, UpstreamVerdict, judge_upstream
+from laminar.core.chain import Place, Standing, UpstreamVerdict, Walk, judge_upstream, may_bypass
 from laminar.core.identity import Epoch
-from laminar.shell.transport import Conn
+from laminar.shell.transport import Conn, PeerLost
+from laminar.wire.codec import frame
+from laminar.wire.links import Replaced
 from laminar.wire.messages import ChainEpoch, ChainMember
 
 NO_EPOCH = Epoch(-1)
+_REPLACED = frame(Replaced())
 
 
 class LowerEpoch(Exception):
@@ -22,12 +25,14 @@ class LowerEpoch(Exception):
 
 
 class Membership:
-    """Thread-safe. Invariants: epoch and attempt only grow; at most one upstream connection is in force."""
+    """Thread-safe. Invariants: epoch and attempt only grow; at most one upstream connection is in force, that of the
+    highest standing; within an epoch the target only moves away from lost members."""
 
     def __init__(self, slot: str) -> None:
         self._lock = threading.Lock()
         self._place = Place(slot=slot, epoch=NO_EPOCH, members=())
         self._list: tuple[ChainMember, ...] = ()
+        self._walk = Walk(())
         self._upstream: tuple[str, Conn] | None = None
         self._highest_attempt = -1
         self._lost: set[str] = set()
@@ -43,11 +48,15 @@ class Membership:
             return self._list
 
     @property
-    def downstream(self) -> ChainMember | None:
-        """The member that this relay sends to."""
+    def downstream(self) -> tuple[ChainMember, Standing] | None:
+        """The member that this relay sends to now, and the standing of that link."""
         with self._lock:
-            slot = self._place.downstream
-            return next((member for member in self._list if member.slot == slot), None)
+            slot = self._walk.target
+            if slot is None:
+                return None
+            standing = self._place.standing_towards(slot)
+            assert standing is not None, f"{slot} is not behind {self._place}"
+            return next(member for member in self._list if member.slot == slot), standing
 
     @property
     def lost(self) -> list[str]:
@@ -59,7 +68,7 @@ class Membership:
     def in_force(self) -> int:
         """The highest epoch that a list or an accepted upstream link brought."""
         with self._lock:
-            return self._in_force()
+            return self._place.in_force.epoch
 
     def apply(self, epoch: ChainEpoch) -> bool:
         """Takes a new list; True: this relay is master no more, and what a trainer still sends does not count.
@@ -67,35 +76,33 @@ class Membership:
         The same list again changes nothing. Raises LowerEpoch for a lower epoch, or for another list of this epoch.
         """
         with self._lock:
-            current = self._in_force()
+            current = self._place.in_force.epoch
             if epoch.epoch < current:
                 raise LowerEpoch(current, f"epoch {epoch.epoch} is lower than {current}")
             members = tuple(epoch.members)
+            if epoch.epoch == self._place.epoch and members != self._list:
+                raise LowerEpoch(current, f"epoch {epoch.epoch} has another list here")
+            self._highest_attempt = max(self._highest_attempt, epoch.attempt)
             if epoch.epoch == self._place.epoch:
-                if members != self._list:
-                    raise LowerEpoch(current, f"epoch {epoch.epoch} has another list here")
                 return False
             before = self._place
             slots = tuple(member.slot for member in members)
             self._place = replace(before, epoch=Epoch(epoch.epoch), members=slots)
             self._list = members
+            self._walk.renew(self._place.behind)
             self._lost.clear()
-            upstream = self._place.upstream
-            if self._upstream is not None and self._upstream[0] != upstream:
-                self._upstream[1].interrupt()
-                self._upstream = None
+            self._judge_held_upstream()
             return before.is_master and not self._place.is_master
 
-    def link_upstream(self, slot: str, epoch: int, conn: Conn) -> UpstreamVerdict:
+    def link_upstream(self, slot: str, offered: Standing, conn: Conn) -> UpstreamVerdict:
         """Judges a neighbour that wants to send; an accepted one takes the place of the one before."""
         with self._lock:
-            verdict = judge_upstream(self._place, slot, Epoch(epoch))
+            verdict = judge_upstream(self._place, slot, offered)
             if verdict is UpstreamVerdict.ACCEPT:
-                if self._upstream is not None:
-                    self._upstream[1].interrupt()
+                self._part_from_upstream()
                 self._upstream = (slot, conn)
-                highest = max(epoch, self._place.linked_epoch or NO_EPOCH)
-                self._place = replace(self._place, linked_epoch=Epoch(highest))
+                linked = self._place.linked
+                self._place = replace(self._place, linked=offered if linked is None else max(linked, offered))
                 self._lost.discard(slot)
             return verdict
 
@@ -109,17 +116,39 @@ class Membership:
             self._upstream = None
             return lost
 
+    def upstream_silent(self, conn: Conn, *, silent: bool) -> bool:
+        """Neither bytes nor pings come from it, or they come again. True: that is news about the neighbour in force."""
+        with self._lock:
+            if self._upstream is None or self._upstream[1] is not conn:
+                return False
+            slot = self._upstream[0]
+            if (slot in self._lost) == silent:
+                return False
+            (self._lost.add if silent else self._lost.discard)(slot)
+            return True
+
     def downstream_linked(self, slot: str) -> None:
         with self._lock:
             self._lost.discard(slot)
 
     def downstream_lost(self, slot: str) -> bool:
-        """True: this is news about a neighbour in force."""
+        """True: this is news about a member behind this relay."""
         with self._lock:
-            if slot != self._place.downstream or slot in self._lost:
+            if slot not in self._place.behind or slot in self._lost:
                 return False
             self._lost.add(slot)
             return True
+
+    def pass_by(self, slot: str) -> bool:
+        """The target `slot` is lost. True: there is another target now, to be tried at once."""
+        with self._lock:
+            if self._walk.target != slot:
+                return self._walk.target is not None
+            # Asked of the connection itself: woken after a stop, our own threads may not have noticed its end yet.
+            has_upstream = self._upstream is not None and self._upstream[1].is_open()
+            if not may_bypass(self._place, has_upstream=has_upstream):
+                return False
+            return self._walk.pass_by()
 
     def admit_attempt(self, attempt: int) -> int:
         """The highest attempt heard of, this one included: a lower one than that is fenced off."""
@@ -127,6 +156,26 @@ class Membership:
             self._highest_attempt = max(self._highest_attempt, attempt)
             return self._highest_attempt
 
-    def _in_force(self) -> int:
-        linked = self._place.linked_epoch
-        return max(self._place.epoch, NO_EPOCH if linked is None else linked)
+    # --- with the lock held ---
+
+    def _judge_held_upstream(self) -> None:
+        """After a new list: the link stays if it joins the members that this list says."""
+        if self._upstream is None:
+            return
+        linked = self._place.linked
+        same_epoch = linked is not None and linked.epoch == self._place.epoch
+        bypass = linked.bypass if same_epoch and linked is not None else 0
+        if self._upstream[0] != self._place.member_before(bypass):
+            self._part_from_upstream()
+
+    def _part_from_upstream(self) -> None:
+        if self._upstream is None:
+            return
+        conn = self._upstream[1]
+        self._upstream = None
+        try:
+            # Or it would take us for lost and pass us by.
+            conn.say(_REPLACED)
+        except PeerLost:
+            pass  # then it is lost itself
+        conn.interrupt()

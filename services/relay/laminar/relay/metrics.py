@@ -37,6 +37,17 @@ class PlaneCollector(Collector):
         yield _counter("laminar_relay_versions_superseded", "Dropped before forwarding", counters.superseded_versions)
         reused = counters.slots_reused_under_reader
         yield _counter("laminar_relay_slots_reused_under_reader", "Slots taken from a slow reader", reused)
+        yield _counter("laminar_relay_bypasses", "Lost neighbours passed by within an epoch", counters.bypasses)
+        resumed = "Half versions that another upstream went on with"
+        yield _counter("laminar_relay_versions_resumed", resumed, counters.resumed_versions)
+        overdue = "Readers that held a slot for longer than readDeadlineSeconds"
+        yield _counter("laminar_relay_readers_overdue", overdue, counters.reader_deadlines)
+        yield _counter("laminar_relay_pulled_bytes", "Bytes sent to engines by TCP", counters.pulled_bytes)
+        speed = "Bytes a second of the version that went down the chain last, while it went"
+        yield _gauge("laminar_relay_forward_bytes_per_second", speed, counters.forward_bytes_per_s)
+        yield _gauge("laminar_relay_link_byte_seconds", "T_b of the slowest link from here on; 0: unknown", view.byte_s)
+        slowest = "T_s of the slowest link from here on; 0: unknown"
+        yield _gauge("laminar_relay_link_message_seconds", slowest, view.message_s)
         yield _labelled("laminar_relay_connections_refused", "Connections closed", "reason", counters.refused)
         yield _labelled("laminar_relay_versions_declined", "Announced, not taken", "verdict", counters.declined)
 

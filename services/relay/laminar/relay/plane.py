@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from laminar.core.broadcast import LinkMeter
 from laminar.relay.counters import Counters, CountersView
 from laminar.relay.downstream import DownstreamLink
 from laminar.relay.membership import LowerEpoch, Membership
 from laminar.relay.readers import ReaderServer
 from laminar.relay.serving import ConnectionServer, Credentials
-from laminar.relay.store import VersionStore
+from laminar.relay.store import StoreSizes, VersionStore
 from laminar.relay.upstream import UpstreamServer
 from laminar.shell.logs import fields
 from laminar.shell.transport import Listener
@@ -29,8 +30,8 @@ from laminar.wire.messages import ChainEpoch
 
 log = logging.getLogger("laminar.relay")
 
-MAX_DATA_CONNS = 32
-"""One upstream and one trainer are honest; a few more may be on their way out."""
+MAX_DATA_CONNS = 128
+"""One upstream, one trainer, and engines that pull; a few more may be on their way out."""
 MAX_READERS = 256
 """Engines of one machine, with restarts."""
 
@@ -48,6 +49,11 @@ class PlaneView:
     held: tuple[Held, ...]
     lost_neighbours: tuple[str, ...]
     counters: CountersView
+    downstream: str | None
+    """The member that this relay sends to; not its neighbour if that is passed by."""
+    byte_s: float
+    message_s: float
+    """The slowest link from here on, as measured; 0: not yet."""
 
 
 class DataPlane:
@@ -61,7 +67,7 @@ class DataPlane:
         self,
         slot: str,
         credentials: Credentials,
-        num_slots: int,
+        sizes: StoreSizes,
         data_listener: Listener,
         handoff_listener: Listener,
         on_change: Callable[[], None],
@@ -70,9 +76,12 @@ class DataPlane:
         self._on_change = on_change
         self._counters = Counters()
         self._membership = Membership(slot)
-        self._store = VersionStore(num_slots, self._counters, on_change)
-        upstream = UpstreamServer(credentials, self._membership, self._store, self._counters)
-        readers = ReaderServer(credentials, self._store)
+        self._meter = LinkMeter()
+        self._store = VersionStore(sizes, self._counters, on_change)
+        readers = ReaderServer(credentials, self._store, self._counters, sizes.read_deadline_s)
+        upstream = UpstreamServer(
+            credentials, self._membership, self._store, self._counters, self._meter, readers.pull, on_change
+        )
         self._servers = [
             ConnectionServer("data", data_listener, upstream.serve, MAX_DATA_CONNS, self._counters, self._fail),
             ConnectionServer("handoff", handoff_listener, readers.serve, MAX_READERS, self._counters, self._fail),
@@ -87,15 +96,19 @@ class DataPlane:
             server.start()
 
     def apply_epoch(self, epoch: ChainEpoch) -> None:
-        """Takes the place that the list names. Links that did not change stay; a version whose sender changed is
-        given up and comes again, whole, from the new one. Raises LowerEpoch. May be repeated."""
+        """Takes the place that the list names. Links that did not change stay; a version whose sender changed goes on
+        from the new one. Raises LowerEpoch. May be repeated."""
         with self._lock:
             if self._membership.apply(epoch):
-                self._store.abort_incoming()
+                self._store.stop_writer()
             self._relink()
         place = self._membership.place
         log.info("epoch", extra=fields(epoch=place.epoch, index=place.index, members=",".join(place.members)))
         self._on_change()
+
+    def retain(self, versions: Sequence[int]) -> None:
+        """Versions that somebody still needs, the most needed first."""
+        self._store.retain(versions)
 
     def view(self) -> PlaneView:
         place = self._membership.place
@@ -106,6 +119,9 @@ class DataPlane:
             held=tuple(self._store.held()),
             lost_neighbours=tuple(self._membership.lost),
             counters=self._counters.view(),
+            downstream=None if (aim := self._membership.downstream) is None else aim[0].slot,
+            byte_s=self._meter.byte_s,
+            message_s=self._meter.message_s,
         )
 
     def close(self) -> None:
@@ -123,21 +139,22 @@ class DataPlane:
         self._store.free()
 
     def _relink(self) -> None:
-        target = self._membership.downstream
+        aim = self._membership.downstream
         for link in [link for link in self._leaving if not link.is_alive()]:
             link.join()
             self._leaving.remove(link)
         if self._link is not None:
-            if self._link.target == target:
+            if aim is not None and self._link.is_alive() and self._link.member == aim[0]:
                 self._link.kick()
                 return
             self._link.stop()
             self._leaving.append(self._link)
             self._link = None
-        if target is not None:
+        if aim is not None:
             self._link = DownstreamLink(
-                target, self._credentials, self._membership, self._store, self._counters, self._on_change, self._fail
-            )
+                self._credentials, self._membership, self._store, self._counters, self._meter, self._on_change,
+                self._fail,
+            )  # fmt: skip
             self._link.start()
 
     def _fail(self, error: BaseException) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from laminar.relay.store import StoreSizes
 from laminar.shell.settings import Common, SettingsError, env_path, env_str
 
 
@@ -18,8 +19,7 @@ class RelaySettings:
     """`fd:N` or host:port of the chain listener."""
     handoff: Path
     """Unix socket that this machine's engines connect to."""
-    num_slots: int
-    """keepVersions and one for the version that comes in."""
+    sizes: StoreSizes
 
     @classmethod
     def from_env(cls, common: Common) -> RelaySettings:
@@ -27,9 +27,10 @@ class RelaySettings:
         role, _, index = common.slot.rpartition("-")
         if role != "relay" or not index.isdigit():
             raise SettingsError(f"LAMINAR_SLOT={common.slot!r} is not relay-N")
+        relay = common.load_job().spec.relay
         return cls(
             index=int(index),
             data_listen=env_str("LAMINAR_DATA_LISTEN"),
             handoff=env_path("LAMINAR_HANDOFF"),
-            num_slots=common.load_job().spec.relay.keep_versions + 1,
+            sizes=StoreSizes(relay.keep_versions, relay.retain_slots, relay.read_deadline_seconds),
         )

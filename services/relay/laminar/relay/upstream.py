@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 
-from laminar.core.chain import UpstreamVerdict
+from laminar.core.broadcast import LinkMeter
+from laminar.core.chain import Standing, UpstreamVerdict
+from laminar.core.identity import Epoch
 from laminar.relay.counters import Counters
 from laminar.relay.membership import Membership
 from laminar.relay.serving import Credentials
-from laminar.relay.store import Incoming, TooLarge, VersionLost, VersionStore
+from laminar.relay.store import TooLarge, VersionStore
+from laminar.relay.uses import Incoming, VersionLost
+from laminar.shell.feeding import BEAT_S, SLICE_S, Life
 from laminar.shell.handover import PURPOSE
 from laminar.shell.logs import fields
 from laminar.shell.transport import (
@@ -21,6 +27,7 @@ from laminar.shell.transport import (
     recv_message,
     send_message,
 )
+from laminar.wire.codec import frame
 from laminar.wire.links import (
     CHUNK_HEADER,
     FRAME_ABORT,
@@ -29,6 +36,7 @@ from laminar.wire.links import (
     SMALL_MESSAGE_BYTES,
     Announce,
     Answer,
+    Beat,
     Hello,
     LinkKind,
     LinkVerdict,
@@ -38,19 +46,64 @@ from laminar.wire.links import (
 )
 from laminar.wire.manifest import Manifest, ManifestError, check_manifest, verify_chunk
 
+PART_BYTES = 256 << 10
+"""A link of 1 MB/s brings one within the shortest silence that counts."""
+
 log = logging.getLogger("laminar.relay")
+
+
+class Beats:
+    """The receiver's `Watch` while a version is under way: shows the sender that we live, and minds its silence.
+
+    The beats come from the very thread that takes the bytes: if that hangs, they stop.
+    """
+
+    slice_s = SLICE_S
+
+    def __init__(self, conn: Conn, tell_silence: Callable[[bool], None]) -> None:
+        self.have = 0
+        self._conn = conn
+        self._tell_silence = tell_silence
+        self._life = Life()
+        self._told_s = time.monotonic()
+        self._is_silent = False
+
+    def look(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._told_s >= BEAT_S and self._conn.say(frame(Beat(have=self.have))):
+            self._told_s = now_s
+        if not self._is_silent and not self._life.look():
+            self._is_silent = True
+            self._tell_silence(True)
+
+    def heard(self) -> None:
+        """The sender lives."""
+        self._life.heard()
+        if self._is_silent:
+            self._is_silent = False
+            self._tell_silence(False)
 
 
 class UpstreamServer:
     """`serve` runs one data connection, in its own thread."""
 
     def __init__(
-        self, credentials: Credentials, membership: Membership, store: VersionStore, counters: Counters
+        self,
+        credentials: Credentials,
+        membership: Membership,
+        store: VersionStore,
+        counters: Counters,
+        meter: LinkMeter,
+        pull: Callable[[Conn], None],
+        on_change: Callable[[], None],
     ) -> None:
         self._credentials = credentials
         self._membership = membership
         self._store = store
         self._counters = counters
+        self._meter = meter
+        self._pull = pull
+        self._on_change = on_change
 
     def serve(self, conn: Conn) -> None:
         """Raises PeerLost when the sender has gone, BadPeer when it breaks the rules."""
@@ -61,14 +114,18 @@ class UpstreamServer:
                 self._serve_chain(conn, hello)
             case LinkKind.HANDOVER:
                 self._serve_trainer(conn, hello)
+            case LinkKind.PULL:
+                self._welcome(conn, LinkVerdict.ACCEPTED)
+                self._pull(conn)
 
     def _serve_chain(self, conn: Conn, hello: Hello) -> None:
-        verdict = self._membership.link_upstream(hello.slot, hello.epoch, conn)
+        verdict = self._membership.link_upstream(hello.slot, Standing(Epoch(hello.epoch), hello.bypass), conn)
         self._welcome(conn, LinkVerdict(verdict.value))
         if verdict is not UpstreamVerdict.ACCEPT:
             self._counters.declined(verdict.value)
             return
-        log.info("upstream linked", extra=fields(upstream=hello.slot, epoch=hello.epoch))
+        what = fields(upstream=hello.slot, epoch=hello.epoch, bypass=hello.bypass)
+        log.info("upstream linked", extra=what)
         lost = True
         try:
             while True:
@@ -79,20 +136,26 @@ class UpstreamServer:
                 self._take(conn, announced.manifest, None)
         finally:
             if self._membership.unlink_upstream(conn, lost=lost):
-                log.warning("upstream lost", extra=fields(upstream=hello.slot))
+                log.warning("upstream lost", extra=what)
+                self._on_change()
 
     def _serve_trainer(self, conn: Conn, hello: Hello) -> None:
-        self._welcome(conn, LinkVerdict.ACCEPTED)
+        self._membership.admit_attempt(hello.attempt)
+        num_nodes = max(1, len(self._membership.place.members))
+        chunk_bytes = self._meter.chunk_bytes(num_nodes, hello.weights_bytes) if hello.weights_bytes > 0 else 0
+        self._welcome(conn, LinkVerdict.ACCEPTED, chunk_bytes)
         announced = recv_message(conn, Announce, MANIFEST_MESSAGE_BYTES)
         if announced.manifest is None:
             return
         self._take(conn, announced.manifest, hello.attempt)
 
-    def _welcome(self, conn: Conn, verdict: LinkVerdict) -> None:
-        send_message(conn, Welcome(verdict=verdict, current=self._membership.in_force, held=self._store.held()))
+    def _welcome(self, conn: Conn, verdict: LinkVerdict, chunk_bytes: int = 0) -> None:
+        current, held = self._membership.in_force, self._store.held()
+        send_message(conn, Welcome(verdict=verdict, current=current, held=held, chunk_bytes=chunk_bytes))
 
     def _take(self, conn: Conn, manifest: Manifest, attempt: int | None) -> None:
         """One announced version; `attempt`: that of the trainer, None from the chain."""
+        beats = Beats(conn, lambda silent: self._tell_silence(conn, silent=silent))
         try:
             check_manifest(manifest)
         except ManifestError as error:
@@ -102,7 +165,7 @@ class UpstreamServer:
             self._decline(conn, manifest, answer)
             return
         try:
-            incoming = self._store.begin(manifest, conn.interrupt)
+            incoming = self._store.begin(manifest, conn.interrupt, beats.look)
         except TooLarge as error:
             self._decline(
                 conn, manifest, Answer(verdict=OfferVerdict.TOO_LARGE, current=error.limit_bytes, detail=str(error))
@@ -111,15 +174,27 @@ class UpstreamServer:
         except VersionLost as error:
             raise PeerLost(str(error)) from error
         try:
-            send_message(conn, answer)
-            if self._receive(conn, incoming):
+            beats.have = incoming.have
+            send_message(conn, Answer(verdict=OfferVerdict.SEND, have=incoming.have))
+            beats.heard()
+            if self._receive(conn, incoming, beats):
                 incoming.complete()
                 log.info("version complete", extra=fields(version=manifest.version, bytes=manifest.total_bytes))
-                send_message(conn, Stored(version=manifest.version, digest=manifest.digest))
+                send_message(conn, self._stored(manifest))
         except VersionLost as error:
             raise PeerLost(str(error)) from error
         finally:
             incoming.leave()
+
+    def _stored(self, manifest: Manifest) -> Stored:
+        return Stored(
+            version=manifest.version, digest=manifest.digest, byte_s=self._meter.byte_s, message_s=self._meter.message_s
+        )
+
+    def _tell_silence(self, conn: Conn, *, silent: bool) -> None:
+        if self._membership.upstream_silent(conn, silent=silent):
+            log.warning("upstream is silent" if silent else "upstream is heard again", extra=fields(peer=conn.peer))
+            self._on_change()
 
     def _judge(self, manifest: Manifest, attempt: int | None) -> Answer:
         if manifest.job_uid != self._credentials.job_uid:
@@ -157,13 +232,15 @@ class UpstreamServer:
         log.log(level, "version not taken", extra=what)
         send_message(conn, answer)
 
-    def _receive(self, conn: Conn, incoming: Incoming) -> bool:
-        """All chunks, straight into the slot, each hashed as it arrives. False: the sender gave the version up."""
+    def _receive(self, conn: Conn, incoming: Incoming, beats: Beats) -> bool:
+        """The missing chunks, straight into the slot, each hashed as it arrives. False: the sender gave the version
+        up."""
         manifest = incoming.manifest
         header = bytearray(CHUNK_HEADER.size)
-        index = 0
+        index = incoming.have
         while index < manifest.num_chunks:
-            conn.recv_into(memoryview(header), SILENCE_S)
+            conn.recv_into(memoryview(header), SILENCE_S, beats)
+            beats.heard()
             got, num_bytes = CHUNK_HEADER.unpack(header)
             if got in (FRAME_PING, FRAME_ABORT) and num_bytes == 0:
                 if got == FRAME_ABORT:
@@ -173,11 +250,18 @@ class UpstreamServer:
                 if got != index or num_bytes != len(place):
                     what = f"chunk {got} of {num_bytes} bytes instead of chunk {index} of {len(place)}"
                     raise BadPeer(Refusal.MALFORMED, f"{conn.peer} sent {what}")
-                conn.recv_into(place, SILENCE_S)
-                try:
-                    verify_chunk(manifest, index, place)
-                except ManifestError as error:
-                    raise BadPeer(Refusal.DAMAGED, str(error)) from error
+                self._receive_chunk(conn, manifest, index, place, beats)
             incoming.landed(index)
             index += 1
+            beats.have = index
         return True
+
+    def _receive_chunk(self, conn: Conn, manifest: Manifest, index: int, place: memoryview, beats: Beats) -> None:
+        # In parts, so that a slow link is heard long before a large chunk is whole.
+        for start in range(0, len(place), PART_BYTES):
+            conn.recv_into(place[start : start + PART_BYTES], SILENCE_S, beats)
+            beats.heard()
+        try:
+            verify_chunk(manifest, index, place)
+        except ManifestError as error:
+            raise BadPeer(Refusal.DAMAGED, str(error)) from error

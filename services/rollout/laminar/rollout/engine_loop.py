@@ -36,7 +36,8 @@ from laminar.rollout.engine_messages import (
 from laminar.rollout.model import build_model
 from laminar.rollout.model_folder import ModelFolderError
 from laminar.rollout.weights import TornLoad, UnfitVersion, WeightLoader
-from laminar.shell.handoff import SlotReused, VersionGone, open_version
+from laminar.shell.fetching import Sources, fetch_version
+from laminar.shell.handoff import SlotReused, VersionGone
 from laminar.shell.transport import PeerLost
 from laminar.wire.codec import num_items
 from laminar.wire.manifest import ManifestError
@@ -112,9 +113,8 @@ class Engine:
         if self._decoder.busy:
             return _failed(command, LoadStatus.REFUSED, "requests are running")
         try:
-            with open_version(
-                command.handoff, command.token, command.job_uid, command.version, command.deadline_s
-            ) as source:
+            sources = Sources(command.handoff_kind, command.handoff, tuple(command.relays))
+            with fetch_version(sources, command.token, command.job_uid, command.version, command.deadline_s) as source:
                 digest = source.manifest.digest
                 if command.digest not in ("", digest):
                     detail = f"the relay holds digest {digest}, the pool knows {command.digest}"

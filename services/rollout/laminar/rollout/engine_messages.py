@@ -10,6 +10,8 @@ from enum import StrEnum
 
 import msgspec
 
+from laminar.wire.links import HandOff
+
 
 class Tagged(msgspec.Struct, frozen=True, tag=True):
     """Base: frozen, named on the wire by its class."""
@@ -63,6 +65,10 @@ class Load(Tagged, frozen=True, kw_only=True):
     digest: str
     """What the pool said of the version; empty: not known."""
     handoff: str
+    """Unix socket of the machine's relay."""
+    handoff_kind: HandOff
+    relays: list[str]
+    """Chain listeners to copy from: the machine's relay, then neighbours."""
     token: str
     job_uid: str
     deadline_s: float

@@ -205,7 +205,7 @@ class Incarnation:
                 case LeaseKind.REFRESH:
                     # Samples may have been adopted while the call waited.
                     await self._all_ended.wait()
-                    await self._load(reply.version, reply.digest)
+                    await self._load(reply.version, reply.digest, reply.relays)
                 case LeaseKind.WAIT:
                     continue
                 case LeaseKind.END:
@@ -223,13 +223,14 @@ class Incarnation:
             self._graders.submit(task)
         self._changed()
 
-    async def _load(self, version: int, digest: str) -> None:
+    async def _load(self, version: int, digest: str, relays: list[str]) -> None:
         common = self._settings.common
         before, self._live, self._state = self._live, None, MemberState.LOADING
         self._load_result = asyncio.get_running_loop().create_future()
         self._engine.load(
             Load(
-                version=version, digest=digest, handoff=str(self._settings.handoff), token=common.token,
+                version=version, digest=digest, handoff=str(self._settings.handoff),
+                handoff_kind=self._settings.handoff_kind, relays=relays, token=common.token,
                 job_uid=common.job_uid, deadline_s=LOAD_WAIT_S,
             )
         )  # fmt: skip

@@ -8,6 +8,7 @@ from pathlib import Path
 from laminar.rollout.model_folder import eos_ids, local_folder, tokenizer_path
 from laminar.rollout.rewards import RewardRule, rule_of
 from laminar.shell.settings import Common, env_int, env_path
+from laminar.wire.links import HandOff
 from laminar.wire.spec import JobSpec, RewardType
 
 
@@ -19,6 +20,7 @@ class RolloutSettings:
     index: int
     handoff: Path
     """Unix socket of its machine's relay."""
+    handoff_kind: HandOff
     model_folder: Path
     max_running: int
     max_length: int
@@ -35,6 +37,7 @@ class RolloutSettings:
             common=common,
             index=env_int("LAMINAR_INDEX"),
             handoff=env_path("LAMINAR_HANDOFF"),
+            handoff_kind=spec.relay.handoff,
             model_folder=local_folder(spec.model.source),
             max_running=spec.rollout.engine.max_running,
             max_length=spec.data.max_prompt_tokens + spec.sampling.max_response_tokens,

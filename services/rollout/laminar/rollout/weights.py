@@ -60,6 +60,8 @@ class WeightLoader:
         try:
             with torch.no_grad():
                 for copy in copies:
+                    # Also in between: pages of a dead relay stay charged to it as long as we map them.
+                    source.check()
                     copy.target.copy_(_view(source.tensor(copy.entry.name), copy.entry))
             source.check()
         except (SlotReused, KeyError, OSError, RuntimeError, ValueError) as error:

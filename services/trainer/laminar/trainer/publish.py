@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from laminar.shell.handover import HandedOver, HandOverRefused, hand_over
+from laminar.shell.handover import HandedOver, HandOverRefused, best_chunk_bytes, hand_over
 from laminar.shell.logs import fields
 from laminar.shell.transport import PeerLost
 from laminar.trainer.background import Background
@@ -32,6 +32,8 @@ from laminar.wire.manifest import Manifest, TensorEntry, layout_bytes, make_mani
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 20
+"""Until the relays have measured their links."""
+ASK_S = 2.0
 POLL_S = 0.5
 """Long-poll time while a version is not visible; also how late a newer version is noticed meanwhile."""
 SILENCE_S = 10.0
@@ -48,6 +50,14 @@ class HandOver(Protocol):
         self, address: str, token: str, job_uid: str, attempt: int, manifest: Manifest, chunks: bytearray,
         deadline_s: float,
     ) -> HandedOver: ...  # fmt: skip
+
+
+class AskChunkBytes(Protocol):
+    """`laminar.shell.handover.best_chunk_bytes`."""
+
+    def __call__(
+        self, address: str, token: str, job_uid: str, attempt: int, weights_bytes: int, deadline_s: float
+    ) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +95,15 @@ class Publisher:
         entries: list[TensorEntry],
         parent: int | None,
         hand_over: HandOver = hand_over,
+        ask_chunk_bytes: AskChunkBytes = best_chunk_bytes,
     ) -> None:
         self._make_books = make_books
         self._sender = sender
         self._entries = entries
         self._parent = parent
         self._hand_over = hand_over
+        self._ask_chunk_bytes = ask_chunk_bytes
+        self._chunk_bytes = CHUNK_BYTES
         self._digest = ""
         self._buffers = (bytearray(layout_bytes(entries)), bytearray(layout_bytes(entries)))
         self._changed = threading.Condition()
@@ -167,6 +180,7 @@ class Publisher:
 
     def _deliver(self, books: Books, publication: Publication) -> None:
         reserved = books.reserve(publication.step, self._parent)
+        self._plan_chunks(reserved.master)
         manifest = self._manifest(publication, reserved.version)
         self._parent = reserved.version
         route, held_by = Route(reserved.epoch, reserved.master), None
@@ -183,10 +197,23 @@ class Publisher:
                 self._rest()
             route = Route(view.epoch, view.master)
 
+    def _plan_chunks(self, master: str) -> None:
+        """The cut of the next version, by the master's knowledge of the links; once cut, a version stays so."""
+        if not master:
+            return
+        sender, weights_bytes = self._sender, len(self._buffers[0])
+        try:
+            asked = self._ask_chunk_bytes(master, sender.token, sender.job_uid, sender.attempt, weights_bytes, ASK_S)
+        except PeerLost:
+            return  # the next master knows another number, or none: any cut is right
+        if asked and not 2 / 3 < asked / self._chunk_bytes < 3 / 2:
+            log.info("chunk size", extra=fields(chunk_bytes=asked, before=self._chunk_bytes))
+            self._chunk_bytes = asked
+
     def _manifest(self, publication: Publication, version: int) -> Manifest:
         manifest = make_manifest(
             job_uid=self._sender.job_uid, version=version, step=publication.step, attempt=self._sender.attempt,
-            tensors=self._entries, buffer=publication.buffer, chunk_bytes=CHUNK_BYTES,
+            tensors=self._entries, buffer=publication.buffer, chunk_bytes=self._chunk_bytes,
         )  # fmt: skip
         log.info("publishing", extra=fields(version=version, step=publication.step, digest=manifest.digest))
         if manifest.digest == self._digest:
