@@ -17,12 +17,6 @@ app.command("run")(run.command)
 commands.register(app)
 
 
-@app.callback()
-def _commands() -> None:  # pyright: ignore[reportUnusedFunction]
-    # With a callback typer keeps the name of the command even where there is only one.
-    pass
-
-
 def main() -> None:
     """Entry point of the console script."""
     app()

@@ -19,6 +19,7 @@ from typing import Self
 from laminar.shell.transport import (
     SILENCE_S,
     BadPeer,
+    Conn,
     PeerLost,
     Refusal,
     SocketConn,
@@ -109,6 +110,20 @@ class WeightsMap:
         self.close()
 
 
+def ask_version(conn: Conn, version: int | None, until: float) -> tuple[Manifest, int]:
+    """The manifest of `version` (None: the newest) and its slot's generation, from a relay that has proved itself.
+
+    It is waited for until `until` (monotonic). Raises VersionGone, or PeerLost.
+    """
+    wait_s = min(MAX_WAIT_S, max(0.0, until - time.monotonic()))
+    send_message(conn, OpenVersion(version=version, wait_s=wait_s))
+    opened = recv_message(conn, Opened, MANIFEST_MESSAGE_BYTES, wait_s + SILENCE_S)
+    if opened.manifest is None:
+        raise VersionGone(version, None if opened.newest < 0 else opened.newest)
+    check_manifest(opened.manifest)
+    return opened.manifest, opened.generation
+
+
 def open_version(
     socket_path: str, token: str, job_uid: str, version: int | None, deadline_s: float = SILENCE_S
 ) -> WeightsMap:
@@ -121,13 +136,8 @@ def open_version(
     conn = connect_unix(socket_path, deadline_s)
     try:
         prove_as_client(conn, token, job_uid, PURPOSE)
-        wait_s = min(MAX_WAIT_S, max(0.0, until - time.monotonic()))
-        send_message(conn, OpenVersion(version=version, wait_s=wait_s))
-        opened = recv_message(conn, Opened, MANIFEST_MESSAGE_BYTES, wait_s + SILENCE_S)
-        if opened.manifest is None:
-            raise VersionGone(version, None if opened.newest < 0 else opened.newest)
-        check_manifest(opened.manifest)
-        return WeightsMap(conn, _map(conn, opened.manifest), opened.manifest, opened.generation)
+        manifest, generation = ask_version(conn, version, until)
+        return WeightsMap(conn, _map(conn, manifest), manifest, generation)
     except BaseException:
         conn.close()
         raise

@@ -10,7 +10,7 @@ import time
 from types import TracebackType
 from typing import Self
 
-from laminar.shell.handoff import MAX_WAIT_S, SlotReused, VersionGone
+from laminar.shell.handoff import SlotReused, ask_version
 from laminar.shell.handover import PURPOSE
 from laminar.shell.transport import (
     SILENCE_S,
@@ -25,15 +25,12 @@ from laminar.shell.transport import (
 from laminar.wire.links import (
     CHUNK_HEADER,
     FRAME_ABORT,
-    MANIFEST_MESSAGE_BYTES,
     SMALL_MESSAGE_BYTES,
     Hello,
     LinkKind,
-    Opened,
-    OpenVersion,
     Welcome,
 )
-from laminar.wire.manifest import Manifest, ManifestError, check_manifest, verify_chunk
+from laminar.wire.manifest import Manifest, ManifestError, verify_chunk
 
 CONNECT_S = 1.0
 """For connecting and for the proof: what a relay costs that is dead while its socket lives on for its next life."""
@@ -99,13 +96,7 @@ def pull_version(
         prove_as_client(conn, token, job_uid, PURPOSE, CONNECT_S)
         send_message(conn, Hello(kind=LinkKind.PULL, slot="engine"))
         recv_message(conn, Welcome, SMALL_MESSAGE_BYTES)
-        wait_s = min(MAX_WAIT_S, max(0.0, until - time.monotonic()))
-        send_message(conn, OpenVersion(version=version, wait_s=wait_s))
-        opened = recv_message(conn, Opened, MANIFEST_MESSAGE_BYTES, wait_s + SILENCE_S)
-        if opened.manifest is None:
-            raise VersionGone(version, None if opened.newest < 0 else opened.newest)
-        manifest = opened.manifest
-        check_manifest(manifest)
+        manifest, _ = ask_version(conn, version, until)
         memory = mmap.mmap(-1, manifest.total_bytes)
         try:
             _receive(conn, manifest, memory)
