@@ -22,8 +22,9 @@ from laminar.trainer.loss import LossRule
 from laminar.trainer.model_folder import inspect
 from laminar.trainer.policy import Policy
 from laminar.trainer.ranks import Ranks
-from laminar.trainer.settings import TrainerSettings, model_folder
+from laminar.trainer.settings import TrainerSettings
 from laminar.wire.messages import TakeStatus
+from laminar.wire.sources import local_path
 from laminar.wire.spec import JobSpec, LaminarJob
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ def run(settings: TrainerSettings, job: LaminarJob) -> None:
     signal.signal(signal.SIGTERM, ask_to_stop)
     torch.set_num_threads(1)  # of both cores of a busy machine, two threads take longer than one
     ranks = Ranks.from_torchrun()
-    folder = inspect(model_folder(job))
+    folder = inspect(local_path(job.spec.model.source))
     learner = Learner(Policy.load(folder, ranks), training_plan(job.spec))
     attempt = Attempt(settings, learner, folder, job.spec.trainer.checkpoint.keep, stop.is_set)
     train(job.spec, attempt, learner)
