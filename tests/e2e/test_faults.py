@@ -61,6 +61,22 @@ def test_a_killed_trainer_process_means_a_new_attempt_and_no_lost_step(job: Any,
     job.assert_complete_and_clean()
 
 
+@pytest.mark.parametrize("victim", ["-u -m laminar.trainer.rank", "torch.distributed.run"])
+def test_a_stopped_trainer_process_is_noticed_killed_and_followed_by_a_new_attempt(
+    make_job: Callable[..., Any], until: Any, victim: str
+) -> None:
+    job = make_job()
+    job.start("--set", "steps=60")
+    job.wait_step(6)
+    attempt = job.status()["attempt"]
+    pid = job.process(victim)
+    job.kill(pid, signal.SIGSTOP)
+    until("the next attempt trains", lambda: (s := job.status()) and s["attempt"] > attempt, 120)
+    assert not os.path.exists(f"/proc/{pid}")
+    assert any("hung and were killed" in text and f"process {pid}" in text for text in job.events()), job.events()
+    job.assert_complete_and_clean(60)
+
+
 def test_a_killed_pool_reopens_its_store_and_nobody_notices_more_than_a_wait(job: Any) -> None:
     job.start()
     for step in (3, 8, 13):
