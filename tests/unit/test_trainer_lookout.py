@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -68,10 +68,11 @@ def deaf() -> Iterator[str]:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def listen(line: Line, address: str) -> float:
-    """Seconds until a read from a master that says nothing ended."""
+def listen(line: Line, address: str, then: Callable[[], None]) -> float:
+    """Seconds until a read from a master that says nothing ended; `then` comes once the connection is there."""
     started_s = time.monotonic()
     conn = line.dial(address, WAIT_S)
+    then()
     with pytest.raises(PeerLost):
         conn.recv_into(memoryview(bytearray(1)), WAIT_S)
     conn.close()
@@ -84,8 +85,7 @@ def test_a_call_ends_when_another_master_is_named(
 ) -> None:
     register.visible = visible
     with lookout.watch(1, Route(1, "m")) as line:
-        threading.Timer(0.2, register.turn, ["n"]).start()
-        assert listen(line, deaf) < WAIT_S / 2
+        assert listen(line, deaf, lambda: register.turn("n")) < WAIT_S / 2
         with pytest.raises(PeerLost, match="master no longer"):
             line.dial(deaf, WAIT_S)
 
@@ -103,9 +103,8 @@ def test_a_new_epoch_with_the_same_master_disturbs_nothing(
 
 def test_a_refusal_of_the_pool_ends_the_call_too(lookout: Lookout, register: PaperRegister, deaf: str) -> None:
     with lookout.watch(1, Route(1, "m")) as line:
-        assert register.asked.acquire(timeout=WAIT_S)
-        register.turn("m", Conflict(409, "attempt", "attempt 3 trains", 3))
-        assert listen(line, deaf) < WAIT_S / 2
+        refusal = Conflict(409, "attempt", "attempt 3 trains", 3)
+        assert listen(line, deaf, lambda: register.turn("m", refusal)) < WAIT_S / 2
 
 
 def test_a_call_that_is_over_is_not_cut_and_the_next_one_is_watched(
@@ -116,9 +115,7 @@ def test_a_call_that_is_over_is_not_cut_and_the_next_one_is_watched(
         assert register.asked.acquire(timeout=WAIT_S)
     register.turn("n")
     with lookout.watch(2, Route(2, "n")) as line:
-        assert register.asked.acquire(timeout=WAIT_S)
-        register.turn("o")
-        assert listen(line, deaf) < WAIT_S / 2
+        assert listen(line, deaf, lambda: register.turn("o")) < WAIT_S / 2
     assert conn.is_open(), "its owner closes it, nobody else"
     conn.close()
 
