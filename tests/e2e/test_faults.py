@@ -154,6 +154,12 @@ def test_a_run_goes_back_to_its_oldest_kept_checkpoint_and_replays(job: Any) -> 
     assert job.wait_end() == 0
     first = job.audit()
     kept = sorted(int(path.name.split("-")[1]) for path in (job.folder / "checkpoints").glob("step-*-attempt-*"))
+    stray = job.folder / "checkpoints" / "step-2-attempt-9"
+    stray.mkdir()
+    job.start("--resume-from", "2")
+    assert job.wait_end() == 2
+    assert "keeps no checkpoint of step 2: step-2-attempt-9 is there, but" in job.stderr_file.read_text()
+    stray.rmdir()
     job.start("--resume-from", str(kept[0]))
     again = job.assert_complete_and_clean()
     assert again["consumed"] == first["consumed"]
