@@ -133,6 +133,14 @@ class Conn(Protocol):
     def close(self) -> None: ...
 
 
+class Dial(Protocol):
+    """How a connection to host:port is made: `connect`, or another transport's own."""
+
+    def __call__(self, address: str, deadline_s: float, /) -> Conn:
+        """Raises PeerLost if there is none within `deadline_s`."""
+        ...
+
+
 class Listener(Protocol):
     """Where connections arrive; not yet proven."""
 

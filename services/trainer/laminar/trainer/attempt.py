@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from laminar.core.progress import Phase
 from laminar.shell.logs import fields
 from laminar.trainer import checkpoint_folder
 from laminar.trainer.books import Books
@@ -24,6 +25,7 @@ from laminar.trainer.learner import Learner
 from laminar.trainer.model_folder import ModelFolder
 from laminar.trainer.policy import WIRE_NAMES, full_tensor, wire_dtype
 from laminar.trainer.publish import Publisher, Sender
+from laminar.trainer.pulse import Pulse
 from laminar.trainer.settings import TrainerSettings
 from laminar.wire.dataplane import BatchSlice
 from laminar.wire.manifest import TensorEntry, layout
@@ -41,11 +43,13 @@ class Attempt:
         learner: Learner,
         folder: ModelFolder,
         keep: int,
+        pulse: Pulse,
         stop_asked: Callable[[], bool],
     ) -> None:
         self._settings = settings
         self._learner = learner
         self._folder = folder
+        self._pulse = pulse
         self._stop_asked = stop_asked
         self._ranks = learner.policy.ranks
         self._books = Books(settings, f"rank-{self._ranks.rank}")
@@ -88,17 +92,21 @@ class Attempt:
         """Collective. Waits for batch `step`; BATCH, STOP or DONE."""
         started_s = time.monotonic()
         while True:
+            self._pulse.mark(Phase.WAIT)
             status = TakeStatus(self._ranks.broadcast(self._ask(step).status.value if self._ranks.is_first else None))
             if status is not TakeStatus.WAIT:
                 self.times_s["wait_s"] += time.monotonic() - started_s
                 return status
 
     def slice(self, step: int) -> BatchSlice:
-        """This rank's whole groups of batch `step`."""
-        return self._books.slice(step, self._ranks.rank, self._ranks.size)
+        """Collective. This rank's whole groups of batch `step`; when all have theirs, the step begins."""
+        groups = self._books.slice(step, self._ranks.rank, self._ranks.size)
+        self._begin(Phase.STEP)
+        return groups
 
     def commit(self, step: int, stats: dict[str, float]) -> None:
         """Marks the batch consumed; the statistics are rank 0's, over all ranks."""
+        self._pulse.mark(Phase.WAIT)
         if self._ranks.is_first:
             self._books.commit(step, stats | self.times_s)
             log.info("step", extra=fields(step=step, **stats, **self.times_s))
@@ -107,10 +115,12 @@ class Attempt:
     def publish(self, step: int) -> None:
         """Collective. Hands the weights of `step` to the publisher and goes on."""
         buffer = None
+        self._pulse.mark(Phase.WAIT)
         if self._publisher is not None:
             started_s = time.monotonic()
             buffer = self._publisher.buffer()
             self.times_s["handover_wait_s"] += time.monotonic() - started_s
+        self._begin(Phase.SAVE)
         started_s = time.monotonic()
         self._copy_weights(buffer)
         if self._publisher is not None:
@@ -121,6 +131,7 @@ class Attempt:
     def checkpoint(self, step: int) -> None:
         """Collective. Saves the committed step, unless it is saved already."""
         if step != self._checkpointed_step:
+            self._pulse.mark(Phase.SAVE)
             self.times_s["checkpoint_s"] += self._checkpointer.save(self._learner, step)
             self._checkpointed_step = step
 
@@ -128,11 +139,13 @@ class Attempt:
         """Collective. The last checkpoint; after the job's last step also the model folder and a visible version."""
         if step > 0:
             self.checkpoint(step)
+        self._pulse.mark(Phase.SAVE)
         self._checkpointer.finish()
         self._checkpointer.check()
         if done:
             if self._settings.model_out is not None:
                 self._write_model(self._settings.model_out)
+            self._pulse.mark(Phase.WAIT)
             if self._publisher is not None:
                 self._publisher.wait_visible()
 
@@ -140,6 +153,11 @@ class Attempt:
         """After an orderly end. Raises what ended the publisher's thread."""
         if self._publisher is not None:
             self._publisher.close()
+
+    def _begin(self, phase: Phase) -> None:
+        """Collective. The end of a WAIT: no rank is judged by its work while another one still waits."""
+        self._ranks.meet()
+        self._pulse.mark(phase)
 
     def _choose(self) -> Choice:
         checkpoint_folder.remove_unfinished(self._settings.checkpoints)

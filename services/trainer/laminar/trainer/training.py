@@ -21,6 +21,7 @@ from laminar.trainer.learner import Learner, TrainingPlan
 from laminar.trainer.loss import LossRule
 from laminar.trainer.model_folder import inspect
 from laminar.trainer.policy import Policy
+from laminar.trainer.pulse import Pulse
 from laminar.trainer.ranks import Ranks
 from laminar.trainer.settings import TrainerSettings
 from laminar.wire.messages import TakeStatus
@@ -62,12 +63,14 @@ def run(settings: TrainerSettings, job: LaminarJob) -> None:
 
     signal.signal(signal.SIGTERM, ask_to_stop)
     torch.set_num_threads(1)  # of both cores of a busy machine, two threads take longer than one
+    pulse = Pulse.from_env()
     ranks = Ranks.from_torchrun()
     folder = inspect(local_path(job.spec.model.source))
     learner = Learner(Policy.load(folder, ranks), training_plan(job.spec))
-    attempt = Attempt(settings, learner, folder, job.spec.trainer.checkpoint.keep, stop.is_set)
+    attempt = Attempt(settings, learner, folder, job.spec.trainer.checkpoint.keep, pulse, stop.is_set)
     train(job.spec, attempt, learner)
     attempt.close()
+    pulse.close()
     ranks.close()
     log.info("training ends", extra=fields(attempt=settings.attempt))
 
