@@ -18,7 +18,7 @@ from laminar.relay.uses import Pin, VersionLost
 from laminar.shell.feeding import SLICE_S, Feed, LinkReplaced
 from laminar.shell.handover import PURPOSE
 from laminar.shell.logs import fields
-from laminar.shell.transport import Conn, PeerLost, Waker, connect, prove_as_client, recv_message, send_message
+from laminar.shell.transport import Conn, Dial, PeerLost, Waker, prove_as_client, recv_message, send_message
 from laminar.wire.links import SMALL_MESSAGE_BYTES, Hello, LinkKind, LinkVerdict, OfferVerdict, Welcome
 from laminar.wire.messages import ChainMember
 
@@ -44,6 +44,7 @@ class DownstreamLink:
         store: VersionStore,
         counters: Counters,
         meter: LinkMeter,
+        dial: Dial,
         on_change: Callable[[], None],
         fail: Callable[[BaseException], None],
     ) -> None:
@@ -52,6 +53,7 @@ class DownstreamLink:
         self._store = store
         self._counters = counters
         self._meter = meter
+        self._dial = dial
         self._on_change = on_change
         self._fail = fail
         self._waker = Waker()
@@ -131,7 +133,7 @@ class DownstreamLink:
         return passed_by
 
     def _session(self, member: ChainMember, standing: Standing) -> None:
-        conn = connect(member.address, CONNECT_S)
+        conn = self._dial(member.address, CONNECT_S)
         with self._lock:
             self._conn = conn
         try:

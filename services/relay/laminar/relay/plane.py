@@ -24,7 +24,7 @@ from laminar.relay.serving import ConnectionServer, Credentials
 from laminar.relay.store import StoreSizes, VersionStore
 from laminar.relay.upstream import UpstreamServer
 from laminar.shell.logs import fields
-from laminar.shell.transport import Listener
+from laminar.shell.transport import Dial, Listener, connect
 from laminar.wire.links import Held
 from laminar.wire.messages import ChainEpoch
 
@@ -57,7 +57,8 @@ class PlaneView:
 
 
 class DataPlane:
-    """Life: start -> apply_epoch* -> close. `on_change` is called from data threads and must not block.
+    """Life: start -> apply_epoch* -> close. `on_change` is called from data threads and must not block;
+    `dial` makes the connections down the chain.
 
     Owns the listeners; `close` joins every thread and frees the slots. A defect in a data thread is kept in `failure`
     for the owner, which must end the process.
@@ -71,9 +72,11 @@ class DataPlane:
         data_listener: Listener,
         handoff_listener: Listener,
         on_change: Callable[[], None],
+        dial: Dial = connect,
     ) -> None:
         self._credentials = credentials
         self._on_change = on_change
+        self._dial = dial
         self._counters = Counters()
         self._membership = Membership(slot)
         self._meter = LinkMeter()
@@ -152,8 +155,8 @@ class DataPlane:
             self._link = None
         if aim is not None:
             self._link = DownstreamLink(
-                self._credentials, self._membership, self._store, self._counters, self._meter, self._on_change,
-                self._fail,
+                self._credentials, self._membership, self._store, self._counters, self._meter, self._dial,
+                self._on_change, self._fail,
             )  # fmt: skip
             self._link.start()
 
