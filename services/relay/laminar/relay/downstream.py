@@ -142,12 +142,14 @@ class DownstreamLink:
             prove_as_client(conn, self._credentials.token, self._credentials.job_uid, PURPOSE, CONNECT_S)
             slot = self._membership.place.slot
             hello = Hello(kind=LinkKind.CHAIN, slot=slot, epoch=standing.epoch, bypass=standing.bypass)
+            asked_s = time.monotonic()
             send_message(conn, hello)
             welcome = recv_message(conn, Welcome, SMALL_MESSAGE_BYTES, CONNECT_S)
             what = fields(downstream=member.slot, epoch=standing.epoch, bypass=standing.bypass)
             if welcome.verdict is not LinkVerdict.ACCEPTED:
                 log.info(f"downstream declines this link: {welcome.verdict}", extra=what)
                 return
+            self._meter.message(time.monotonic() - asked_s)
             self._pause_s = FIRST_PAUSE_S
             self._membership.downstream_linked(member.slot)
             log.info("downstream linked", extra=what)
@@ -207,16 +209,16 @@ class DownstreamLink:
             return False
         stored = feed.stored()
         took_s = max(1e-9, time.monotonic() - began_s)
-        self._counters.hop_done(max(0, pin.manifest.total_bytes - began_bytes) / took_s)
+        sent_bytes = max(0, pin.manifest.total_bytes - began_bytes)
+        self._counters.hop_done(sent_bytes / took_s)
+        self._meter.version(sent_bytes, pin.manifest.num_chunks - answer.have, took_s)
         self._meter.told(stored.byte_s, stored.message_s)
         return stored.version == pin.manifest.version
 
     def _send_chunk(self, feed: Feed, pin: Pin, index: int) -> None:
-        began_s = time.monotonic()
         with pin.chunk(index) as chunk:
             feed.send_chunk(index, chunk)
             self._counters.forwarded(len(chunk))
-            self._meter.chunk(len(chunk), time.monotonic() - began_s)
 
     def _must_go_on(self) -> None:
         if self._stopping:
