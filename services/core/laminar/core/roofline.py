@@ -139,12 +139,12 @@ class Serving:
         kv_bytes_s = self.model.kv_bytes_per_token * self.kv_copies / (self.tensor_parallel * self._memory_rate)
         return DecodeCost(base_s, kv_bytes_s)
 
-    def prefill_s(self, num_tokens: int) -> float:
-        """One prompt from its first token to its last: matrices, causal attention, all-reduces."""
+    def prefill_s(self, num_tokens: int, after: int = 0) -> float:
+        """So many tokens behind `after` whose KV is there: matrices, causal attention, all-reduces."""
         width = self.model.num_heads * self.model.head_size
-        attention_flops = 2 * self.model.num_layers * width * num_tokens * num_tokens
-        attention_s = attention_flops / (self.tensor_parallel * self._compute_rate)
-        return self._matrices_s(num_tokens) + attention_s + self._all_reduces_s(num_tokens) + self.step_overhead_s
+        num_pairs = num_tokens * (after + num_tokens / 2)
+        attention_s = 4 * self.model.num_layers * width * num_pairs / (self.tensor_parallel * self._compute_rate)
+        return self._matrices_s(num_tokens) + attention_s + self._all_reduces_s(num_tokens)
 
     @property
     def _memory_rate(self) -> float:
