@@ -99,17 +99,6 @@ def test_an_aborted_response_makes_room_at_once() -> None:
     assert [key for key, _ in run_out(batch)] == [2]
 
 
-def test_a_pause_moves_everything_behind_it() -> None:
-    ends: list[float] = []
-    for pause_s in (0.0, 3.0):
-        batch: DecodeBatch[int] = DecodeBatch(ROOMY, max_running=8)
-        batch.add([response(1, 100)], now_s=0.0)
-        batch.advance(0.05)
-        batch.skip(pause_s)
-        ends.append(run_out(batch)[0][1])
-    assert ends[1] == pytest.approx(ends[0] + 3.0)
-
-
 # --- against one that steps -----------------------------------------------------------------------------------------
 
 

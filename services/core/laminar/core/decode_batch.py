@@ -120,10 +120,6 @@ class DecodeBatch(Generic[Key]):
         self._admit(now_s)
         return ended
 
-    def skip(self, pause_s: float) -> None:
-        """Nothing ran for so long after the last call: what was under way goes on behind it."""
-        self._clock_s += pause_s
-
     def lengths(self) -> Iterable[tuple[Key, int]]:
         """Of the running ones, as of the last call that took a time."""
         return ((key, self._length(entry)) for key, entry in self._running.items())
