@@ -30,7 +30,7 @@ from laminar.trainer.failures import EXIT_CRASH, EXIT_SUPERSEDED, TrainerFailure
 from laminar.trainer.model_folder import inspect, require_memory
 from laminar.trainer.settings import TrainerSettings, model_folder
 from laminar.wire.messages import Heartbeat, MemberState, Register, Role
-from laminar.wire.spec import LaminarJob
+from laminar.wire.spec import LaminarJob, TrainerType
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +72,9 @@ class Agent:
         """torchrun from start to end, then the process's end."""
         code = EXIT_CRASH
         try:
-            folder = await asyncio.to_thread(inspect, model_folder(self._job))
-            require_memory(folder, self._job.spec.trainer.replicas, available_memory_bytes())
+            if self._job.spec.trainer.type is TrainerType.TORCH:
+                folder = await asyncio.to_thread(inspect, model_folder(self._job))
+                require_memory(folder, self._job.spec.trainer.replicas, available_memory_bytes())
             code = await self._run_torchrun()
         except TrainerFailure as error:
             code, self._last_words = error.exit_code, paragraph(error)
@@ -90,7 +91,7 @@ class Agent:
         common, attempt = self._settings.common, self._settings.attempt
         ExitNote.clear(common.dir, attempt)
         process = await asyncio.create_subprocess_exec(
-            *launcher.command(self._settings, self._job.spec.trainer.replicas),
+            *launcher.command(self._settings, self._job.spec.trainer),
             env=launcher.environment(),
             start_new_session=True,
         )
