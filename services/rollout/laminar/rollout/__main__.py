@@ -12,6 +12,7 @@ from laminar.rollout.settings import RolloutSettings
 from laminar.shell.client import PoolClient
 from laminar.shell.service import Service, start
 from laminar.shell.settings import Common, SettingsError
+from laminar.wire.sources import NotResolved
 
 LEAVE_S = 10.0
 """For the last flush; above its own limits."""
@@ -23,7 +24,7 @@ async def main(common: Common) -> int:
         try:
             settings = RolloutSettings.from_env(common)
             agent = Agent(settings, service, client, partial(EngineProcess.spawn, ENGINES[settings.engine]))
-        except ModelFolderError as error:
+        except (ModelFolderError, NotResolved) as error:
             raise SettingsError(str(error)) from error
         code = await service.run(agent.run(), grace_s=LEAVE_S)
     if agent.last_words:

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from laminar.core.lengths import Lognormal, Recorded
 from laminar.rollout.engine_messages import EmulatedMachine
-from laminar.rollout.model_folder import eos_ids, local_folder, tokenizer_path
+from laminar.rollout.model_folder import eos_ids, tokenizer_path
 from laminar.rollout.rewards import RewardRule, rule_of
 from laminar.shell.settings import Common, env_int, env_path
 from laminar.wire.emulated import lengths_of, serving_of
 from laminar.wire.links import HandOff
+from laminar.wire.sources import local_path
 from laminar.wire.spec import EngineType, JobSpec, RewardType
 
 
@@ -37,14 +38,14 @@ class RolloutSettings:
 
     @classmethod
     def from_env(cls, common: Common) -> RolloutSettings:
-        """Raises SettingsError, or ModelFolderError for a model source that is no folder."""
+        """Raises SettingsError, ModelFolderError or NotResolved."""
         spec: JobSpec = common.load_job().spec
         return cls(
             common=common,
             index=env_int("LAMINAR_INDEX"),
             handoff=env_path("LAMINAR_HANDOFF"),
             handoff_kind=spec.relay.handoff,
-            model_folder=local_folder(spec.model.source),
+            model_folder=local_path(spec.model.source),
             max_running=spec.rollout.engine.max_running,
             max_length=spec.data.max_prompt_tokens + spec.sampling.max_response_tokens,
             temperature=spec.sampling.temperature,

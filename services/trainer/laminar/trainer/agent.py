@@ -28,8 +28,9 @@ from laminar.trainer import launcher
 from laminar.trainer.exit_note import ExitNote
 from laminar.trainer.failures import EXIT_CRASH, EXIT_SUPERSEDED, TrainerFailure, paragraph
 from laminar.trainer.model_folder import inspect, require_memory
-from laminar.trainer.settings import TrainerSettings, model_folder
+from laminar.trainer.settings import TrainerSettings
 from laminar.wire.messages import Heartbeat, MemberState, Register, Role
+from laminar.wire.sources import local_path
 from laminar.wire.spec import LaminarJob, TrainerType
 
 log = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ class Agent:
         code = EXIT_CRASH
         try:
             if self._job.spec.trainer.type is TrainerType.TORCH:
-                folder = await asyncio.to_thread(inspect, model_folder(self._job))
+                folder = await asyncio.to_thread(inspect, local_path(self._job.spec.model.source))
                 require_memory(folder, self._job.spec.trainer.replicas, available_memory_bytes())
             code = await self._run_torchrun()
         except TrainerFailure as error:

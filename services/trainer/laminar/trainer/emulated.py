@@ -23,11 +23,12 @@ from laminar.trainer.failures import InputFailure
 from laminar.trainer.model_folder import put_in_place
 from laminar.trainer.publish import HandOver
 from laminar.trainer.saving import WaitWritten
-from laminar.trainer.settings import TrainerSettings, model_folder
+from laminar.trainer.settings import TrainerSettings
 from laminar.wire.codec import num_items
 from laminar.wire.dataplane import BatchSlice
 from laminar.wire.emulated import training_of
 from laminar.wire.manifest import Manifest, TensorEntry, layout
+from laminar.wire.sources import local_path
 from laminar.wire.spec import JobSpec, LaminarJob
 
 log = logging.getLogger(__name__)
@@ -141,7 +142,7 @@ def run(settings: TrainerSettings, job: LaminarJob, stop_asked: Callable[[], boo
     emulation, section = job.spec.emulation, job.spec.trainer.emulated
     assert emulation is not None and section is not None, "checked with the job"
     wait: Wait = threading.Event().wait  # of an event that nobody sets
-    training = EmulatedTraining(job.spec, model_folder(job), wait)
+    training = EmulatedTraining(job.spec, local_path(job.spec.model.source), wait)
     attempt = Attempt(
         settings, OneRank(), training, training.begin_save, job.spec.trainer.checkpoint.keep, stop_asked,
         slowed(section.broadcast_seconds / emulation.time_scale, wait),

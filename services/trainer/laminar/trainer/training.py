@@ -15,8 +15,9 @@ from laminar.trainer.loss import LossRule
 from laminar.trainer.model_folder import inspect
 from laminar.trainer.policy import Policy
 from laminar.trainer.ranks import Ranks
-from laminar.trainer.settings import TrainerSettings, model_folder
+from laminar.trainer.settings import TrainerSettings
 from laminar.trainer.torch_state import TorchState
+from laminar.wire.sources import local_path
 from laminar.wire.spec import JobSpec, LaminarJob
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ def run(settings: TrainerSettings, job: LaminarJob, stop_asked: Callable[[], boo
     """One rank from its first collective to its last."""
     torch.set_num_threads(1)  # of both cores of a busy machine, two threads take longer than one
     ranks = Ranks.from_torchrun()
-    folder = inspect(model_folder(job))
+    folder = inspect(local_path(job.spec.model.source))
     learner = Learner(Policy.load(folder, ranks), training_plan(job.spec))
     state = TorchState(learner, folder)
     attempt = Attempt(settings, ranks, state, state.begin_save, job.spec.trainer.checkpoint.keep, stop_asked)
