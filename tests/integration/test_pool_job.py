@@ -33,10 +33,10 @@ from laminar.wire.dataplane import (
     LeaseCall,
     LeaseKind,
     LeaseReply,
+    Outcome,
     ProgressCall,
     ProgressReply,
     SampleGrant,
-    Verdict,
 )
 from laminar.wire.messages import (
     Ack,
@@ -397,7 +397,7 @@ def test_a_suspect_replicas_samples_move_and_its_old_terms_are_refused(pool: Poo
         sample.id: pack_tokens(response(sample)[:3]) for sample in lost
     }, "they go on from what was durable"
     late = actors.say("rollout-0", appends=[append(sample, 1) for sample in lost])
-    assert {item.verdict for item in late.appends} == {Verdict.SUPERSEDED}
+    assert {item.verdict for item in late.appends} == {Outcome.SUPERSEDED}
     old = actors.incarnations["rollout-0"]
     actors.join("rollout-0")
     with pytest.raises(Superseded):
@@ -587,7 +587,7 @@ def test_a_reward_that_is_no_number_and_a_mismatch_never_reach_a_batch(pool: Poo
         id=second.id, term=second.term, offset=0, tokens=pack_tokens([9] * 7), logprobs=pack_logprobs([-1.0] * 7)
     )
     (verdict,) = actors.say("rollout-0", appends=[other]).appends
-    assert verdict.verdict is Verdict.MISMATCH
+    assert verdict.verdict is Outcome.MISMATCH
     actors.say("rollout-0", finishes=[FinishItem(id=first.id, term=first.term, length=6, reason="stop")])
     nan = GradeItem(id=first.id, term=first.term, status="ok", reward=float("nan"))
     actors.say("rollout-0", grades=[nan])
