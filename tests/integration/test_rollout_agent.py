@@ -426,7 +426,7 @@ def test_adopted_samples_join_the_running_ones_and_cancelled_ones_stop(tmp_path:
             pool.commands.put_nowait(Command(kind=CommandKind.ADOPT, version=7, groups=[other]))
             await scene.until(lambda: scene.graded("adopted/0"), "the adopted sample is graded")
             await scene.until(lambda: pool.samples["other/0"].finish, "the one of another version is handed back")
-            assert pool.samples["other/0"].finish == "error"
+            assert pool.samples["other/0"].finish == "declined"
             pool.commands.put_nowait(Command(kind=CommandKind.CANCEL, ids=["long/0"], terms=[1]))
             await scene.until(lambda: pool.load and not pool.load.running, "nothing runs any more")
             assert len(pool.samples["long/0"].tokens) < 4000
