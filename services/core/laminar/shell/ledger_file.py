@@ -17,7 +17,7 @@ from typing import Any
 from laminar.core.evaluation import EvalKey, EvalPoint, EvalSample, EvaluationRound
 from laminar.wire.messages import EngineLoad, EvaluationRow, Event, StepRow
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Raised whenever a table changes; an older program refuses a newer file."""
 FILE_NAME = "ledger.sqlite"
 
@@ -34,13 +34,15 @@ TABLES: dict[str, tuple[str, ...]] = {
         "prompt_text TEXT NOT NULL", "answer TEXT NOT NULL", "PRIMARY KEY (pass, prompt)",
     ),
     # `slot` is the last one that wrote the sample; it holds it still if `incarnation` is not null. `kept`: its
-    # tokens are stored. `length` is final from `finished` on.
+    # tokens are stored. `length` is final from `finished` on. `tools`: JSON list of [start, length, call], tokens that
+    # are no model's. `lost_lives`: JSON list of [slot, incarnation, died] of lives that ran it when they were lost.
     "samples": (
         "pass INT", "prompt INT", "idx INT", "state TEXT NOT NULL", "term INT NOT NULL", "slot TEXT",
         "incarnation INT", "version INT", "length INT NOT NULL", "kept INT NOT NULL", "finish_reason TEXT NOT NULL",
         "reward REAL NOT NULL", "parts TEXT NOT NULL", "failures INT NOT NULL", "restarts INT NOT NULL",
         "moves INT NOT NULL", "inherent INT", "across_rollback INT NOT NULL", "reason TEXT", "detail TEXT NOT NULL",
-        "leased_wall_s REAL NOT NULL", "finished_wall_s REAL NOT NULL", "PRIMARY KEY (pass, prompt, idx)",
+        "leased_wall_s REAL NOT NULL", "finished_wall_s REAL NOT NULL", "tools TEXT NOT NULL DEFAULT '[]'",
+        "lost_lives TEXT NOT NULL DEFAULT '[]'", "PRIMARY KEY (pass, prompt, idx)",
     ),
     "segments": (
         "pass INT", "prompt INT", "idx INT", "start INT", "tokens BLOB NOT NULL", "logprobs BLOB NOT NULL",
