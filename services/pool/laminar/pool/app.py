@@ -244,7 +244,7 @@ def _people_routes(service: Service, pool: Pool) -> None:
 
     @router.get("/steps")
     async def steps(after: int = 0) -> list[StepRow]:
-        return [row for step, row in books.lineage.steps.items() if step > after][:MAX_STEPS]
+        return [row for step, row in books.trained.steps.items() if step > after][:MAX_STEPS]
 
     @router.post("/stop")
     async def stop(body: StopRequest) -> Ack:

@@ -1,6 +1,6 @@
 """The pool's books: every state machine of one job, and where the job stands by them.
 
-`journal` makes durable what they decide; `lineage` is the record of training.
+`journal` makes durable what they decide; `trained` is the record of training.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from laminar.core.schedule import make_schedule
 from laminar.core.versions import VersionRegister, VersionRow
 from laminar.pool import rows
 from laminar.pool.journal import Journal
-from laminar.pool.lineage import Lineage
 from laminar.pool.members import Members
 from laminar.pool.prompts import PromptBook
 from laminar.pool.restore import Stored
 from laminar.pool.rows import Op
 from laminar.pool.signals import Clock, Signal
 from laminar.pool.store import Store
+from laminar.pool.trained import Trained
 from laminar.wire.messages import ChainEpoch, PoolPhase, Role
 from laminar.wire.spec import LaminarJob
 
@@ -50,7 +50,7 @@ class Books:
         self.identity, self.spec, self.prompts, self.clock = identity, identity.job.spec, prompts, clock
         self.members = Members(stored.members, clock.monotonic_s())
         self.journal = Journal(store, clock, stored.events, self._collect, self.members.deliver)
-        self.lineage = Lineage(stored, self.spec.trainer.checkpoint.keep, self.journal, clock)
+        self.trained = Trained(stored, self.spec.trainer.checkpoint.keep, self.journal, clock)
         self.register = VersionRegister(stored.versions)
         self.ledger = Ledger(_plan(identity.job, prompts), make_schedule(self.spec.schedule.type.value), self.register)
         self.ledger.restore(stored.groups, stored.batches, stored.counters, stored.position, stored.committed_step)
@@ -131,11 +131,11 @@ class Books:
     def _next_phase(self) -> PoolPhase:
         if self.failed_reason:
             return PoolPhase.FAILED
-        newest, ledger, durable_step = self.register.newest, self.ledger, self.lineage.durable_step or 0
+        newest, ledger, durable_step = self.register.newest, self.ledger, self.trained.durable_step or 0
         ended = ledger.finished and newest is not None and newest.step >= ledger.plan.steps
         if ended and self.round_done(EvalPoint.LAST) and durable_step >= ledger.plan.steps:
             return PoolPhase.COMPLETE
-        if self.stop_reason is not None and not self.lineage.taken_step and durable_step >= ledger.committed_step:
+        if self.stop_reason is not None and not self.trained.taken_step and durable_step >= ledger.committed_step:
             return PoolPhase.STOPPED
         if newest is None:
             return PoolPhase.STARTING

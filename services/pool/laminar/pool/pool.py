@@ -72,9 +72,9 @@ class Pool:
     async def join(self, call: Register) -> Registered:
         """A member's life begins; what its earlier life held moves."""
         books = self.books
-        if call.role is Role.TRAINER and call.attempt < books.lineage.attempt:
-            detail = f"attempt {call.attempt} has ended; attempt {books.lineage.attempt} trains"
-            raise Refusal(409, "attempt", detail, current=books.lineage.attempt)
+        if call.role is Role.TRAINER and call.attempt < books.trained.attempt:
+            detail = f"attempt {call.attempt} has ended; attempt {books.trained.attempt} trains"
+            raise Refusal(409, "attempt", detail, current=books.trained.attempt)
         try:
             joined = books.members.join(call, books.clock.monotonic_s())
         except OlderLife as error:
@@ -255,8 +255,8 @@ class Pool:
         return PoolView(
             generation=books.identity.generation, phase=books.phase,
             members=[member.view(now_s) for member in books.members.all()],
-            highest_epoch=max([books.chain.epoch, *epochs]), attempt=books.lineage.attempt,
-            durable_step=books.lineage.durable_step,
+            highest_epoch=max([books.chain.epoch, *epochs]), attempt=books.trained.attempt,
+            durable_step=books.trained.durable_step,
             newest=newest.version if newest else None, reason=books.failed_reason or books.stop_reason or "",
         )  # fmt: skip
 

@@ -32,7 +32,7 @@ def job_status(books: Books) -> JobStatus:
     """Everything that `laminar status` and the live view show."""
     now_s, identity = books.clock.monotonic_s(), books.identity
     newest = books.register.newest
-    steps = list(books.lineage.steps.values())
+    steps = list(books.trained.steps.values())
     conditions = dict(books.conditions)
     if books.journal.store.condition is not None:
         reason, text = books.journal.store.condition
@@ -46,7 +46,7 @@ def job_status(books: Books) -> JobStatus:
         reason=books.failed_reason or books.stop_reason or "",
         steps=books.ledger.plan.steps,
         committed_step=books.ledger.committed_step,
-        attempt=books.lineage.attempt,
+        attempt=books.trained.attempt,
         newest=_visible(newest) if newest else None,
         epoch=books.chain.epoch,
         chain=[member.slot for member in books.chain.members],
@@ -60,7 +60,7 @@ def job_status(books: Books) -> JobStatus:
         evaluations=evaluations(books),
         checkpoints=[
             CheckpointInfo(step=row.step, attempt=row.attempt, path=row.path, manifest=dict(row.manifest))
-            for row in books.lineage.checkpoints.kept
+            for row in books.trained.checkpoints.kept
         ],
         conditions=conditions,
         first_lease_wall_s=books.first_lease_wall_s,
@@ -144,7 +144,7 @@ class BooksCollector(Collector):
             member.slot: float(member.suspect) for member in status.members
         })  # fmt: skip
         tokens = CounterMetricFamily("laminar_response_tokens", "Tokens of responses that steps consumed")
-        tokens.add_metric((), sum(row.response_tokens for row in books.lineage.steps.values()))
+        tokens.add_metric((), sum(row.response_tokens for row in books.trained.steps.values()))
         yield tokens
 
 

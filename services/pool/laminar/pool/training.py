@@ -61,7 +61,7 @@ class Training:
 
     def fence(self, attempt: int) -> None:
         """Raises a 409 unless this attempt is the one that began last."""
-        current = self._books.lineage.attempt
+        current = self._books.trained.attempt
         if attempt != current:
             detail = "has ended" if attempt < current else "has not begun"
             raise Refusal(409, "attempt", f"attempt {attempt} {detail}; attempt {current} trains", current=current)
@@ -69,7 +69,7 @@ class Training:
     # --- attempts -----------------------------------------------------------------------------------------------
 
     def resume_point(self, at_most: int | None) -> ResumePoint:
-        kept = self._books.lineage.checkpoints
+        kept = self._books.trained.checkpoints
         row = kept.restore_point(at_most)
         return ResumePoint(checkpoint=_info(row) if row else None, kept=[_info(each) for each in kept.kept])
 
@@ -77,12 +77,12 @@ class Training:
         """From here on this attempt trains: unseen versions of earlier ones are burned, later steps are due again."""
         books = self._books
         async with self._turn:
-            if call.attempt < books.lineage.attempt:
+            if call.attempt < books.trained.attempt:
                 self.fence(call.attempt)
-            if call.attempt > books.lineage.attempt:
+            if call.attempt > books.trained.attempt:
                 await self._roll_back(call)
-            elif call.restored_step != books.lineage.restored_step:
-                raise Refusal(409, "attempt", f"attempt {call.attempt} began at step {books.lineage.restored_step}")
+            elif call.restored_step != books.trained.restored_step:
+                raise Refusal(409, "attempt", f"attempt {call.attempt} began at step {books.trained.restored_step}")
             await books.journal.commit()
         row = books.head(call.restored_step)
         return BeginAttemptReply(
@@ -96,8 +96,8 @@ class Training:
         committed = books.ledger.committed_step
         if step > committed:
             raise Refusal(409, "step", f"step {step} was never committed; {committed} is the last", current=committed)
-        if step < books.lineage.checkpoints.prunable_step:
-            oldest = books.lineage.checkpoints.prunable_step
+        if step < books.trained.checkpoints.prunable_step:
+            oldest = books.trained.checkpoints.prunable_step
             raise Refusal(409, "step", f"batches up to step {oldest} are gone: restore that or later", current=oldest)
         try:
             async with asyncio.timeout(COMMIT_LIMIT_S):
@@ -107,7 +107,7 @@ class Training:
         assert [batch.step for batch, _ in consumed] == list(range(step + 1, committed + 1)), "a batch is missing"
         burned = books.register.burn_before(call.attempt)
         books.ledger.roll_back(step, consumed)
-        books.lineage.begin(call.attempt, step)
+        books.trained.begin(call.attempt, step)
         if step < books.ledger.plan.steps and EvalPoint.LAST in books.rounds:
             books.restart_round(EvalPoint.LAST, books.rounds[EvalPoint.LAST].version)
         books.journal.write(*books.totals())  # no sample moved, but the totals did
@@ -225,7 +225,7 @@ class Training:
         if ledger.finished:
             return TakeReply(status=TakeStatus.DONE)
         if books.stop_reason is not None or books.phase is PoolPhase.FAILED:
-            books.lineage.taken_step = 0
+            books.trained.taken_step = 0
             return TakeReply(status=TakeStatus.STOP)
         if books.phase is PoolPhase.EVALUATING_FIRST:
             return None
@@ -237,8 +237,8 @@ class Training:
         if batch is None:
             return None
         if not known:
-            books.lineage.write_batch(batch)
-        books.lineage.taken_step = call.step
+            books.trained.write_batch(batch)
+        books.trained.taken_step = call.step
         groups = ledger.batch_groups(call.step)
         return TakeReply(
             status=TakeStatus.BATCH,
@@ -295,7 +295,7 @@ class Training:
             except StepConflict as error:
                 raise Refusal(409, "step", str(error), current=books.ledger.committed_step) from error
             if groups:
-                books.lineage.write_step(self._step_row(call, groups))
+                books.trained.write_step(self._step_row(call, groups))
                 books.news.leases.notify()
                 self._prune()
             await books.journal.commit()
@@ -364,18 +364,18 @@ class Training:
             committed = books.ledger.committed_step
             raise Refusal(409, "step", f"checkpoint {info.path} does not fit step {committed}", current=committed)
         row = CheckpointRow(info.step, info.attempt, info.path, tuple(sorted(info.manifest.items())))
-        is_new = row not in books.lineage.checkpoints.kept
-        removable = books.lineage.checkpoints.register(row)
+        is_new = row not in books.trained.checkpoints.kept
+        removable = books.trained.checkpoints.register(row)
         if is_new:
-            books.lineage.write_checkpoints(removable)
+            books.trained.write_checkpoints(removable)
             books.journal.event("checkpoint", f"checkpoint of step {info.step} is durable")
             self._missed_saves.clear()
             books.conditions.pop(CHECKPOINT_STALE, None)
             self._prune()
             books.news.members.notify()
         return CheckpointDurableReply(
-            kept=[_info(each) for each in books.lineage.checkpoints.kept],
-            removable=[_info(each) for each in books.lineage.removable],
+            kept=[_info(each) for each in books.trained.checkpoints.kept],
+            removable=[_info(each) for each in books.trained.removable],
         )
 
     def checkpoint_failed(self, call: CheckpointFailed) -> None:
@@ -392,8 +392,8 @@ class Training:
 
     def _prune(self) -> None:
         """Responses that no checkpoint can ask for again go, except those that the report shows."""
-        lineage, committed = self._books.lineage, self._books.ledger.committed_step
-        lineage.prune_to(min(lineage.checkpoints.prunable_step, committed - STEPS_KEPT))
+        trained, committed = self._books.trained, self._books.ledger.committed_step
+        trained.prune_to(min(trained.checkpoints.prunable_step, committed - STEPS_KEPT))
 
 
 def _info(row: CheckpointRow) -> CheckpointInfo:

@@ -17,7 +17,7 @@ MAX_REMOVABLE = 64
 """The trainer deletes them at once; older ones were told before."""
 
 
-class Lineage:
+class Trained:
     """Invariant: what it says is in the journal; a step's row exists if and only if the step is committed."""
 
     def __init__(self, stored: Stored, keep: int, journal: Journal, clock: Clock) -> None:
