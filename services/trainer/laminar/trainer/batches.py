@@ -44,12 +44,12 @@ class Trajectory:
         return len(self.response) - sum(span.length for span in self.tools)
 
     @property
-    def in_loss(self) -> npt.NDArray[np.bool_]:
-        """[n]: which tokens of the response the model chose."""
-        chosen = np.ones(len(self.response), np.bool_)
+    def is_trained(self) -> npt.NDArray[np.bool_]:
+        """bool [n]: the tokens in the loss."""
+        trained = np.ones(len(self.response), np.bool_)
         for span in self.tools:
-            chosen[span.start : span.start + span.length] = False
-        return chosen
+            trained[span.start : span.start + span.length] = False
+        return trained
 
 
 Row = Sequence[tuple[Trajectory, float]]
@@ -126,7 +126,7 @@ def micro_batch(rows: Sequence[Row]) -> MicroBatch:
             positions[number, start:end] = np.arange(len(prompt), len(prompt) + end - start)
             response[number, start:end] = index
             columns = np.concatenate(([len(prompt) - 1], np.arange(start, end)))
-            sources.append(number * (width - first) + columns[item.in_loss] - first)
+            sources.append((number * (width - first) + columns - first)[item.is_trained])
     shared = any(len(row) > 1 for row in rows)
     items = [pair for row in rows for pair in row]
     lengths = [item.num_loss_tokens for item, _ in items]
@@ -136,8 +136,10 @@ def micro_batch(rows: Sequence[Row]) -> MicroBatch:
         visible=_visible(torch.from_numpy(response)) if shared else None,
         first=first,
         sources=torch.from_numpy(np.concatenate(sources)),
-        targets=torch.from_numpy(np.concatenate([item.response[item.in_loss] for item, _ in items]).astype(np.int64)),
-        behaviour=torch.from_numpy(np.concatenate([item.behaviour[item.in_loss] for item, _ in items])),
+        targets=torch.from_numpy(
+            np.concatenate([item.response[item.is_trained] for item, _ in items]).astype(np.int64)
+        ),
+        behaviour=torch.from_numpy(np.concatenate([item.behaviour[item.is_trained] for item, _ in items])),
         advantages=_spread([item.advantage for item, _ in items], lengths),
         weights=_spread([weight for _, weight in items], lengths),
     )
