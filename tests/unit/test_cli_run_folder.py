@@ -140,13 +140,6 @@ def test_the_socket_of_a_deep_folder_is_short_enough_for_the_kernel(tmp_path: Pa
     assert deep.handoff_socket(0, "u" * 20) != deep.handoff_socket(1, "u" * 20)
 
 
-def test_kept_checkpoints_are_named_by_their_steps(tmp_path: Path) -> None:
-    run = started(tmp_path / "run")
-    for name in ("step-20-attempt-1", "step-5-attempt-1", "step-5-attempt-2", "half-written"):
-        (run.checkpoints / name).mkdir(parents=True)
-    assert run.kept_checkpoint_steps() == [5, 20]
-
-
 def model_folder(path: Path, *, without: str = "") -> Path:
     path.mkdir()
     header = json.dumps({"w": {"dtype": "BF16", "shape": [8, 4], "data_offsets": [0, 64]}}).encode()

@@ -10,6 +10,7 @@ import pytest
 
 from laminar.core.roofline import Training
 from laminar.shell.handover import HandedOver
+from laminar.shell.transport import connect
 from laminar.trainer.emulated import WEIGHTS_BYTES, EmulatedTraining, slowed
 from laminar.trainer.failures import InputFailure
 from laminar.wire.codec import pack_logprobs, pack_tokens
@@ -136,12 +137,12 @@ def test_the_model_of_the_run_is_the_one_it_started_from(tmp_path: Path) -> None
 def test_the_broadcast_comes_before_the_hand_over() -> None:
     happened: list[object] = []
 
-    def send(*arguments: object) -> HandedOver:
+    def send(*arguments: object, **keywords: object) -> HandedOver:
         happened.append("sent")
         return HandedOver.SENT
 
     late = slowed(0.5, happened.append, send)  # type: ignore[arg-type]
-    assert late("relay", "t", "u", 1, None, bytearray(), 1.0) is HandedOver.SENT  # type: ignore[arg-type]
+    assert late("relay", "t", "u", 1, None, bytearray(), 1.0, dial=connect) is HandedOver.SENT  # type: ignore[arg-type]
     assert happened == [0.5, "sent"]
 
 

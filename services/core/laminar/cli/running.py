@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from laminar.cli import room, sources
+from laminar.cli import checkpoints, room, sources
 from laminar.cli.driver import Driver, Ending
 from laminar.cli.errors import EXIT_BAD_INPUT, EXIT_COMPLETE, EXIT_FAILED, EXIT_INTERRUPTED, BadInput
 from laminar.cli.launch import Launchpad, machine_names
@@ -98,10 +98,7 @@ def _admit(run: RunFolder, asked: LaminarJob, options: Options) -> JobRecord | N
         return new_record(asked)
     check_unchanged(run.path, stored.requested, asked)
     if options.resume_from is not None:
-        kept = run.kept_checkpoint_steps()
-        if options.resume_from not in kept:
-            steps = ", ".join(map(str, kept)) or "none"
-            raise BadInput(f"--resume-from {options.resume_from}: no such checkpoint in {run.path}. Kept: {steps}.")
+        checkpoints.find(run, options.resume_from)
     grown = asked.spec.steps > stored.requested.spec.steps
     if run.standing() is Standing.FINISHED and not grown and options.resume_from is None:
         return None

@@ -6,8 +6,9 @@ training     the rank that trains with torch; torch_state: its weights, as the a
 emulated     the rank that only takes the time of a group; emulated_rank: its process
 learner      one training step: updates, micro-batches, statistics
 loss         the clipped token loss and its definitions; batches: the tensors it is computed on
+pulse        the signs by which the agent sees that ranks get on
 policy       the model: loading, sharding, log-probs, full tensors; model_folder: what is known before torch
-publish      the publisher's thread and the bytes it keeps until a version is visible
+publish      the publisher's thread and the bytes it keeps until a version is visible; lookout: who is master now
 saving       when checkpoints are saved and removed; checkpoint: what is in one; checkpoint_folder: how one lies on
              disk; export: a Hugging Face folder out of one
 books        what a rank says to the pool

@@ -13,12 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from laminar.core.progress import Phase
 from laminar.shell.handover import hand_over
 from laminar.shell.logs import fields
 from laminar.trainer import checkpoint_folder
 from laminar.trainer.books import Books
 from laminar.trainer.failures import InputFailure
 from laminar.trainer.publish import HandOver, Publisher, Sender
+from laminar.trainer.pulse import Pulse
 from laminar.trainer.saving import BeginSave, Checkpointer, Choice, choose
 from laminar.trainer.settings import TrainerSettings
 from laminar.wire.dataplane import BatchSlice
@@ -42,6 +44,10 @@ class Group(Protocol):
 
     def broadcast(self, value: T | None) -> T:
         """Rank 0's value on every rank."""
+        ...
+
+    def meet(self) -> None:
+        """Returns when every rank has come here."""
         ...
 
 
@@ -76,12 +82,14 @@ class Attempt:
         trained: Trained,
         begin_save: BeginSave,
         keep: int,
+        pulse: Pulse,
         stop_asked: Callable[[], bool],
         hand_over: HandOver = hand_over,
     ) -> None:
         """`keep`: failed saves in a row that end the attempt."""
         self._settings = settings
         self._trained = trained
+        self._pulse = pulse
         self._stop_asked = stop_asked
         self._hand_over = hand_over
         self._ranks = ranks
@@ -126,17 +134,21 @@ class Attempt:
         """Collective. Waits for batch `step`; BATCH, STOP or DONE."""
         started_s = time.monotonic()
         while True:
+            self._pulse.mark(Phase.WAIT)
             status = TakeStatus(self._ranks.broadcast(self._ask(step).status.value if self._ranks.is_first else None))
             if status is not TakeStatus.WAIT:
                 self.times_s["wait_s"] += time.monotonic() - started_s
                 return status
 
     def slice(self, step: int) -> BatchSlice:
-        """This rank's whole groups of batch `step`."""
-        return self._books.slice(step, self._ranks.rank, self._ranks.size)
+        """Collective. This rank's whole groups of batch `step`; when all have theirs, the step begins."""
+        groups = self._books.slice(step, self._ranks.rank, self._ranks.size)
+        self._begin(Phase.STEP)
+        return groups
 
     def commit(self, step: int, stats: dict[str, float]) -> None:
         """Marks the batch consumed; the statistics are rank 0's, over all ranks."""
+        self._pulse.mark(Phase.WAIT)
         if self._ranks.is_first:
             self._books.commit(step, stats | self.times_s)
             log.info("step", extra=fields(step=step, **stats, **self.times_s))
@@ -145,10 +157,12 @@ class Attempt:
     def publish(self, step: int) -> None:
         """Collective. Hands the weights of `step` to the publisher and goes on."""
         buffer = None
+        self._pulse.mark(Phase.WAIT)
         if self._publisher is not None:
             started_s = time.monotonic()
             buffer = self._publisher.buffer()
             self.times_s["handover_wait_s"] += time.monotonic() - started_s
+        self._begin(Phase.SAVE)
         started_s = time.monotonic()
         self._trained.copy_weights(buffer)
         if self._publisher is not None:
@@ -159,6 +173,7 @@ class Attempt:
     def checkpoint(self, step: int) -> None:
         """Collective. Saves the committed step, unless it is saved already."""
         if step != self._checkpointed_step:
+            self._pulse.mark(Phase.SAVE)
             self.times_s["checkpoint_s"] += self._checkpointer.save(step)
             self._checkpointed_step = step
 
@@ -166,12 +181,14 @@ class Attempt:
         """Collective. The last checkpoint; after the job's last step also the model folder and a visible version."""
         if step > 0:
             self.checkpoint(step)
+        self._pulse.mark(Phase.SAVE)
         self._checkpointer.finish()
         self._checkpointer.check()
         if done:
             if self._settings.model_out is not None:
                 self._trained.write_model(self._settings.model_out)
                 log.info("model written", extra=fields(folder=self._settings.model_out))
+            self._pulse.mark(Phase.WAIT)
             if self._publisher is not None:
                 self._publisher.wait_visible()
 
@@ -179,6 +196,11 @@ class Attempt:
         """After an orderly end. Raises what ended the publisher's thread."""
         if self._publisher is not None:
             self._publisher.close()
+
+    def _begin(self, phase: Phase) -> None:
+        """Collective. The end of a WAIT: no rank is judged by its work while another one still waits."""
+        self._ranks.meet()
+        self._pulse.mark(phase)
 
     def _choose(self) -> Choice:
         checkpoint_folder.remove_unfinished(self._settings.checkpoints)

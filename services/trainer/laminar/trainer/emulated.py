@@ -17,11 +17,13 @@ from typing import TypeVar
 from laminar.core.groups import num_updates
 from laminar.shell.handover import HandedOver, hand_over
 from laminar.shell.logs import fields
+from laminar.shell.transport import Dial
 from laminar.trainer import checkpoint_folder, loop
 from laminar.trainer.attempt import Attempt
 from laminar.trainer.failures import InputFailure
 from laminar.trainer.model_folder import put_in_place
 from laminar.trainer.publish import HandOver
+from laminar.trainer.pulse import Pulse
 from laminar.trainer.saving import WaitWritten
 from laminar.trainer.settings import TrainerSettings
 from laminar.wire.codec import num_items
@@ -53,6 +55,9 @@ class OneRank:
     def broadcast(self, value: T | None) -> T:
         assert value is not None
         return value
+
+    def meet(self) -> None:
+        return
 
 
 class EmulatedTraining:
@@ -129,10 +134,11 @@ def slowed(broadcast_s: float, wait: Wait, send: HandOver = hand_over) -> HandOv
     """A hand-over that begins only when the emulated broadcast would be through."""
 
     def hand_over_late(
-        address: str, token: str, job_uid: str, attempt: int, manifest: Manifest, chunks: bytearray, deadline_s: float
-    ) -> HandedOver:
+        address: str, token: str, job_uid: str, attempt: int, manifest: Manifest, chunks: bytearray, deadline_s: float,
+        *, dial: Dial,
+    ) -> HandedOver:  # fmt: skip
         wait(broadcast_s)
-        return send(address, token, job_uid, attempt, manifest, chunks, deadline_s)
+        return send(address, token, job_uid, attempt, manifest, chunks, deadline_s, dial=dial)
 
     return hand_over_late
 
@@ -141,12 +147,14 @@ def run(settings: TrainerSettings, job: LaminarJob, stop_asked: Callable[[], boo
     """The whole group, from its first call to its last."""
     emulation, section = job.spec.emulation, job.spec.trainer.emulated
     assert emulation is not None and section is not None, "checked with the job"
+    pulse = Pulse.from_env()
     wait: Wait = threading.Event().wait  # of an event that nobody sets
     training = EmulatedTraining(job.spec, local_path(job.spec.model.source), wait)
     attempt = Attempt(
-        settings, OneRank(), training, training.begin_save, job.spec.trainer.checkpoint.keep, stop_asked,
+        settings, OneRank(), training, training.begin_save, job.spec.trainer.checkpoint.keep, pulse, stop_asked,
         slowed(section.broadcast_seconds / emulation.time_scale, wait),
     )  # fmt: skip
     loop.train(job.spec, attempt, training)
     attempt.close()
+    pulse.close()
     log.info("training ends", extra=fields(attempt=settings.attempt))

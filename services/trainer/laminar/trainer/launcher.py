@@ -8,6 +8,7 @@ from typing import assert_never
 
 from laminar.shell.process import child_environment
 from laminar.trainer.ancestry import AGENT_PID
+from laminar.trainer.pulse import BOARD
 from laminar.trainer.settings import TrainerSettings
 from laminar.wire.spec import Trainer, TrainerType
 
@@ -45,9 +46,9 @@ def _torchrun(settings: TrainerSettings, num_ranks: int) -> list[str]:
     ]  # fmt: skip
 
 
-def environment() -> dict[str, str]:
+def environment(board_path: str) -> dict[str, str]:
     """One thread a rank: on busy cores more threads are far slower. The ranks of one machine talk over loopback,
-    which needs no resolvable host name."""
+    which needs no resolvable host name. `board_path`: where they show that they get on."""
     defaults = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     chosen = {name: os.environ.get(name, value) for name, value in defaults.items()}
-    return child_environment(**chosen, **{AGENT_PID: str(os.getpid())})
+    return child_environment(**chosen, **{AGENT_PID: str(os.getpid()), BOARD: board_path})
