@@ -178,17 +178,25 @@ def test_larger_and_smaller_replicas_are_compared_by_how_full_they_are() -> None
     assert moved(plan(replica(0, 1), large, replica(2, 2)))[0] == ("rollout-0", "rollout-2")
 
 
-def test_a_merge_that_pays_only_after_another_is_still_found() -> None:
-    # Nothing long runs on rollout-2 until rollout-1 is emptied onto it.
+def test_a_merge_that_pays_only_after_another_is_made_too() -> None:
+    # rollout-0 is too large for rollout-1, and rollout-2 ends too soon for it, until rollout-1 is emptied onto that.
     loads = [
-        replica(0, 1, kv=100, expected=60, kv_used_tokens=100),
-        replica(1, 2, kv=150, expected=60),
-        replica(2, 4, kv=150, expected=40),
+        replica(0, 1, kv=1000, kv_used_tokens=100),
+        replica(1, 1, kv=150, kv_capacity_tokens=400),
+        replica(2, 5, kv=1000, expected=3),
     ]
-    limits = replace(LIMITS, move_overhead_s=0.0, prefill_tokens_per_s=400)
-    made = plan(*loads, limits=limits)
-    again = plan(*after(loads, made), limits=limits)
-    assert again.moves == ()
+    limits = replace(LIMITS, move_overhead_s=0.0)
+    assert moved(plan(*loads, limits=limits)) == [("rollout-1", "rollout-2"), ("rollout-0", "rollout-2")]
+    without = [loads[0], loads[2]]
+    assert moved(plan(*without, limits=limits)) == []
+
+
+def test_among_hundreds_the_fullest_that_fits_is_found() -> None:
+    loads = [replica(0, 1, kv=40), *(replica(i, 1, kv=60 * i) for i in range(1, 160))]
+    # 9540 and 40 with twice 150 of growth are below 9900; with twice 200, rollout-157's 9420 are the most that are.
+    for growth_tokens, fullest in ((150, "rollout-159"), (200, "rollout-157")):
+        made = plan(*loads, limits=replace(LIMITS, growth_tokens=growth_tokens))
+        assert moved(made)[0] == ("rollout-0", fullest)
 
 
 def test_the_order_of_the_snapshot_does_not_matter() -> None:
