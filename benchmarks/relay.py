@@ -35,10 +35,10 @@ QUICK_SCHEDULES_S = 2.0
 def soak(folder: Path, *, quick: bool) -> Iterator[Line]:
     """A part of `relay_soak.py`; the whole of it takes half an hour."""
     del folder
-    small, large, limit_s = (200, 4, 4.0) if quick else (2000, 40, 90.0)
+    sizes = ((200, 1 << 20, 64 << 10),) if quick else ((2000, 64 << 10, 8 << 10), (40, 16 << 20, 1 << 20))
     mixed, found, made, kills, stops = 0, [], 0, 0, 0
-    for num, num_bytes, chunk_bytes in ((small, 64 << 10, 8 << 10), (large, 16 << 20, 1 << 20)):
-        tally, leaks, published, _ = relay_soak.soak(num, num_bytes, chunk_bytes, 1, limit_s)
+    for num, num_bytes, chunk_bytes in sizes:
+        tally, leaks, published, _ = relay_soak.soak(num, num_bytes, chunk_bytes, 1, 3.0 if quick else 90.0)
         mixed, kills, stops = mixed + tally.mixed, kills + tally.kills, stops + tally.stops
         made, found = made + published, found + leaks
     under = f"{made} publications, {kills} kills, {stops} stops; all of it: benchmarks/relay_soak.py"

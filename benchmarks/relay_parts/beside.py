@@ -23,6 +23,8 @@ from laminar.shell.handover import best_chunk_bytes, hand_over
 BYTE_S = 1 / 50e6
 NUM_HOSTS = 4
 """Beside the trainer's."""
+WARM_UP = 3
+"""Versions until every slot has been written to, and the links are known."""
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -33,7 +35,7 @@ def measure(folder: Path, *, quick: bool) -> Iterator[Line]:
     with nullcontext(local) if reason else hosts(NUM_HOSTS + 1, BYTE_S) as sites:
         where = reason or f"{NUM_HOSTS} hosts at 50 MB/s each"
         yield from _network(folder, sites, (16 if quick else 64) << 20, repeats, where)
-    yield from _files(folder, (64 if quick else 256) << 20, 3 if quick else 7)
+    yield from _files(folder, (64 if quick else 256) << 20, 2 if quick else 7)
 
 
 def _ours(chain: Chain, weights: Weights, site: Site) -> float:
@@ -54,8 +56,10 @@ def _network(folder: Path, sites: Sequence[Site], num_bytes: int, repeats: int, 
     missing = ""
     readers = peers.Readers(others, num_bytes)
     with relays(folder, len(others), sites=others) as chain:
+        gloo = peers.Gloo(sites, num_bytes, repeats)
         chain.join(chain.nodes)
-        _ours(chain, weights, source)
+        for _ in range(WARM_UP):
+            _ours(chain, weights, source)
         for _ in range(repeats):
             ours.append(_ours(chain, weights, source))
             buffer = weights.next(1 << 20)[1]
@@ -67,7 +71,7 @@ def _network(folder: Path, sites: Sequence[Site], num_bytes: int, repeats: int, 
             except peers.Missing as error:
                 missing = str(error)
     readers.close()
-    took["gloo"] = peers.by_gloo(sites, num_bytes, repeats)
+    took["gloo"] = gloo.run()
     for name, times in took.items():
         if not times:
             yield Line(f"speed_vs_{name}", None, "x", ">= 1", ok=False, reference=missing)
@@ -86,11 +90,11 @@ def _files(folder: Path, num_bytes: int, repeats: int) -> Iterator[Line]:
         relays(folder, NUM_HOSTS) as chain,
     ):
         chain.join(chain.nodes)
-        for index in range(repeats + 3):
+        for index in range(repeats + WARM_UP):
             ours.append(_ours(chain, weights, site))
-            if index >= 3:
+            if index >= WARM_UP:
                 files.append(peers.by_files(Path(shared), readers, weights.next(1 << 20)[1]))
-        del ours[:3]
+        del ours[:WARM_UP]
     readers.close()
     reference = (
         f"{num_bytes >> 20} MiB to {NUM_HOSTS}, one machine; files {listed(files, 2)} s, ours {listed(ours, 2)} s"

@@ -18,8 +18,8 @@ WARM_UP = 3
 
 
 def measure(folder: Path, *, quick: bool) -> Iterator[Line]:
-    weights = Weights((64 if quick else 256) << 20)
-    repeats = 7 if quick else 15
+    weights = Weights((128 if quick else 256) << 20)
+    repeats = 5 if quick else 15
     gigabytes = weights.num_bytes / 1e9
     with (
         pump(2, weights.num_bytes, CHUNK_BYTES, hashes=True) as raw,
