@@ -24,6 +24,8 @@ STALL_SPEED = LinkSpeed(byte_s=1 / 15e6, message_s=5e-3)
 """Slower, so that the few bytes that sixteen relays of a test machine can hold take as long as many: a hand-over in k
 chunks costs k T_s, which counts for little only beside a long W T_b (two seconds here; 65 GB at 10 GB/s take seven)."""
 NUM_RELAYS = 16
+WARM_UP = 2
+"""Versions: of one alone, the slowest first exchange of fifteen links would count."""
 SWEEP_NODES = 8
 SWEEP = (0.5, 0.7, 1.0, 1.4, 2.0)
 """Times the formula's chunk count."""
@@ -80,7 +82,8 @@ def broadcasts(folder: Path, *, quick: bool) -> Iterator[Line]:
     with relays(folder, NUM_RELAYS, SPEED) as chain:
         scene = Paced(chain, Weights((32 if quick else 64) << 20), SPEED)
         scene.join(NUM_RELAYS)
-        scene.broadcast(scene.chunk_bytes())
+        for _ in range(WARM_UP):
+            scene.broadcast(scene.chunk_bytes())
         yield from formula(scene, (2, 1, 1) if quick else (7, 7, 7))
         yield chunks(scene, (0.5, 1.0, 2.0) if quick else SWEEP, repeats=1 if quick else 5)
         yield at_most(
