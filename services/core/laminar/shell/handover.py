@@ -10,6 +10,7 @@ from enum import StrEnum
 
 from laminar.shell.feeding import Feed
 from laminar.shell.transport import (
+    PROOF_S,
     SILENCE_S,
     BadPeer,
     Conn,
@@ -113,7 +114,7 @@ def best_chunk_bytes(
 
 
 def _greet(conn: Conn, token: str, job_uid: str, attempt: int, weights_bytes: int, deadline_s: float) -> Welcome:
-    prove_as_client(conn, token, job_uid, PURPOSE)
+    prove_as_client(conn, token, job_uid, PURPOSE, min(PROOF_S, deadline_s))
     hello = Hello(kind=LinkKind.HANDOVER, slot="trainer", attempt=attempt, weights_bytes=weights_bytes)
     send_message(conn, hello, deadline_s)
     return recv_message(conn, Welcome, SMALL_MESSAGE_BYTES, deadline_s)
