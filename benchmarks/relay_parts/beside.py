@@ -35,7 +35,7 @@ def measure(folder: Path, *, quick: bool) -> Iterator[Line]:
     with nullcontext(local) if reason else hosts(NUM_HOSTS + 1, BYTE_S) as sites:
         where = reason or f"{NUM_HOSTS} hosts at 50 MB/s each"
         yield from _network(folder, sites, (16 if quick else 64) << 20, repeats, where)
-    yield from _files(folder, (64 if quick else 256) << 20, 2 if quick else 7)
+    yield from _files(folder, (64 if quick else 256) << 20, 3 if quick else 7)
 
 
 def _ours(chain: Chain, weights: Weights, site: Site) -> float:
@@ -90,11 +90,10 @@ def _files(folder: Path, num_bytes: int, repeats: int) -> Iterator[Line]:
         relays(folder, NUM_HOSTS) as chain,
     ):
         chain.join(chain.nodes)
-        for index in range(repeats + WARM_UP):
+        for _ in range(repeats + WARM_UP):
             ours.append(_ours(chain, weights, site))
-            if index >= WARM_UP:
-                files.append(peers.by_files(Path(shared), readers, weights.next(1 << 20)[1]))
-        del ours[:WARM_UP]
+            files.append(peers.by_files(Path(shared), readers, weights.next(1 << 20)[1]))
+        del ours[:WARM_UP], files[:WARM_UP]
     readers.close()
     reference = (
         f"{num_bytes >> 20} MiB to {NUM_HOSTS}, one machine; files {listed(files, 2)} s, ours {listed(ours, 2)} s"

@@ -22,8 +22,8 @@ from laminar.shell.transport import PeerLost
 SPEED = LinkSpeed(byte_s=1 / 50e6, message_s=1e-3)
 CHUNK_BYTES = 256 << 10
 """Six milliseconds a chunk: what a pause is longer than in any case."""
-NUM_BYTES = 32 << 20
-FAULT_AFTER_S = 0.25
+NUM_BYTES = 16 << 20
+FAULT_AFTER_S = 0.12
 
 
 class Trainer:

@@ -84,7 +84,7 @@ def broadcasts(folder: Path, *, quick: bool) -> Iterator[Line]:
         scene.join(NUM_RELAYS)
         for _ in range(WARM_UP):
             scene.broadcast(scene.chunk_bytes())
-        yield from formula(scene, (2, 1, 1) if quick else (7, 7, 7))
+        yield from formula(scene, (1, 1, 1) if quick else (7, 7, 7))
         yield chunks(scene, (0.5, 1.0, 2.0) if quick else SWEEP, repeats=1 if quick else 5)
         yield at_most(
             "paced_cpu_share", scene.busiest, "of all cores", NUM_CORES_SHARE,
@@ -138,8 +138,8 @@ def stalls(folder: Path, *, quick: bool) -> Iterator[Line]:
             cpu_s, watch = chain.cpu_s(), Stopwatch()
             chunk_bytes = scene.chunk_bytes()
             # Nothing is forwarded yet while the first is handed over; a single relay never forwards.
-            handed = [scene.stall(chunk_bytes) for _ in range(repeats + (num_relays > 1))]
-            stalled[num_relays] = [took_s for _, _, took_s in handed[-repeats:]]
+            handed = [scene.stall(chunk_bytes) for _ in range(repeats + 1 if num_relays > 1 else max(1, repeats // 2))]
+            stalled[num_relays] = [took_s for _, _, took_s in handed[num_relays > 1 :]]
             ends = [max(chain.completed(version)) - began_s for version, began_s, _ in handed]
             over[num_relays] = median(ends) / scene.best_s()
             scene.cpu_shares.append((chain.cpu_s() - cpu_s) / watch.s / (os.cpu_count() or 1))
