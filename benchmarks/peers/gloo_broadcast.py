@@ -2,7 +2,8 @@
 
     python benchmarks/peers/gloo_broadcast.py --bytes 33554432 --repeats 3 --sites '[["127.0.0.1", null], ...]'
 
-Each site (address, network namespace or null) is one rank, the first is the source.
+Each site (address, network namespace or null) is one rank, the first is the source. All of them get ready, then wait
+for a line on standard input.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ def rank_main(
     dist.init_process_group(
         "gloo", init_method=f"tcp://{source}:{PORT}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
     )
+    pipe.send("ready")
+    pipe.recv()
     weights = torch.full((num_bytes,), 1 if rank == 0 else 0, dtype=torch.uint8)
     times: list[tuple[float, float]] = []
     for _ in range(repeats + 1):
@@ -61,6 +64,11 @@ def main() -> None:
         process.start()
         pipes.append(ours)
         processes.append(process)
+    for pipe in pipes:
+        assert pipe.poll(120) and pipe.recv() == "ready", "a rank does not start"
+    input()
+    for pipe in pipes:
+        pipe.send("go")
     ranks = []
     for pipe in pipes:
         assert pipe.poll(120), "a rank does not answer"

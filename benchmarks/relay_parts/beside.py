@@ -23,6 +23,8 @@ from laminar.shell.handover import best_chunk_bytes, hand_over
 BYTE_S = 1 / 50e6
 NUM_HOSTS = 4
 """Beside the trainer's."""
+WARM_UP = 3
+"""Versions until every slot has been written to, and the links are known."""
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -54,8 +56,10 @@ def _network(folder: Path, sites: Sequence[Site], num_bytes: int, repeats: int, 
     missing = ""
     readers = peers.Readers(others, num_bytes)
     with relays(folder, len(others), sites=others) as chain:
+        gloo = peers.Gloo(sites, num_bytes, repeats)
         chain.join(chain.nodes)
-        _ours(chain, weights, source)
+        for _ in range(WARM_UP):
+            _ours(chain, weights, source)
         for _ in range(repeats):
             ours.append(_ours(chain, weights, source))
             buffer = weights.next(1 << 20)[1]
@@ -67,7 +71,7 @@ def _network(folder: Path, sites: Sequence[Site], num_bytes: int, repeats: int, 
             except peers.Missing as error:
                 missing = str(error)
     readers.close()
-    took["gloo"] = peers.by_gloo(sites, num_bytes, repeats)
+    took["gloo"] = gloo.run()
     for name, times in took.items():
         if not times:
             yield Line(f"speed_vs_{name}", None, "x", ">= 1", ok=False, reference=missing)
@@ -86,11 +90,10 @@ def _files(folder: Path, num_bytes: int, repeats: int) -> Iterator[Line]:
         relays(folder, NUM_HOSTS) as chain,
     ):
         chain.join(chain.nodes)
-        for index in range(repeats + 3):
+        for _ in range(repeats + WARM_UP):
             ours.append(_ours(chain, weights, site))
-            if index >= 3:
-                files.append(peers.by_files(Path(shared), readers, weights.next(1 << 20)[1]))
-        del ours[:3]
+            files.append(peers.by_files(Path(shared), readers, weights.next(1 << 20)[1]))
+        del ours[:WARM_UP], files[:WARM_UP]
     readers.close()
     reference = (
         f"{num_bytes >> 20} MiB to {NUM_HOSTS}, one machine; files {listed(files, 2)} s, ours {listed(ours, 2)} s"

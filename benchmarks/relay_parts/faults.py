@@ -22,8 +22,8 @@ from laminar.shell.transport import PeerLost
 SPEED = LinkSpeed(byte_s=1 / 50e6, message_s=1e-3)
 CHUNK_BYTES = 256 << 10
 """Six milliseconds a chunk: what a pause is longer than in any case."""
-NUM_BYTES = 32 << 20
-FAULT_AFTER_S = 0.25
+NUM_BYTES = 16 << 20
+FAULT_AFTER_S = 0.12
 
 
 class Trainer:
@@ -74,7 +74,7 @@ def _with_fault(chain: Chain, weights: Weights, strike: Callable[[Node], None]) 
 
 
 def bypass_after_kill(folder: Path, *, quick: bool) -> Iterator[Line]:
-    repeats = 3 if quick else 7
+    repeats = 2 if quick else 7
     with relays(folder, 3 + repeats, SPEED) as chain:
         weights = Weights(NUM_BYTES)
         chain.join(chain.nodes)
@@ -90,7 +90,7 @@ def bypass_after_kill(folder: Path, *, quick: bool) -> Iterator[Line]:
 
 
 def bypass_after_stop(folder: Path, *, quick: bool) -> Iterator[Line]:
-    repeats = 3 if quick else 7
+    repeats = 2 if quick else 7
     with relays(folder, 3, SPEED) as chain:
         weights = Weights(NUM_BYTES)
         chain.join(chain.nodes)
@@ -115,7 +115,7 @@ def _settle(chain: Chain, weights: Weights) -> None:
 
 def master_failover(folder: Path, *, quick: bool) -> Iterator[Line]:
     """The driver learns of the loss from the second relay; the trainer then sends the same bytes to that one."""
-    repeats = 2 if quick else 5
+    repeats = 1 if quick else 5
     with relays(folder, 3 + repeats, SPEED) as chain:
         weights = Weights(NUM_BYTES)
         chain.join(chain.nodes)

@@ -12,18 +12,21 @@ from relay_parts.raw import pump
 
 from laminar.shell.handover import hand_over
 
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 8 << 20
+"""Near what relays choose here for 256 MiB; their choice itself varies from run to run with the load of the machine."""
+PUMP_BYTES = 1 << 20
+"""The pump's own chunks: what it hashes and sends still lies in the core's cache."""
 WARM_UP = 3
 """Versions: each slot has been written to once, as every slot has in a job that goes on."""
 
 
 def measure(folder: Path, *, quick: bool) -> Iterator[Line]:
-    weights = Weights((64 if quick else 256) << 20)
-    repeats = 7 if quick else 15
+    weights = Weights((128 if quick else 256) << 20)
+    repeats = 5 if quick else 15
     gigabytes = weights.num_bytes / 1e9
     with (
-        pump(2, weights.num_bytes, CHUNK_BYTES, hashes=True) as raw,
-        pump(1, weights.num_bytes, CHUNK_BYTES, hashes=False) as copy,
+        pump(2, weights.num_bytes, hashes=True) as raw,
+        pump(1, weights.num_bytes, hashes=False) as copy,
         relays(folder, 2) as chain,
     ):
         relay, tail = chain.nodes
@@ -40,11 +43,11 @@ def measure(folder: Path, *, quick: bool) -> Iterator[Line]:
 
         for _ in range(WARM_UP):
             publish()
-            raw.send(weights.next(CHUNK_BYTES)[1])
+            raw.send(weights.next(PUMP_BYTES)[1], PUMP_BYTES)
         ours, plain = [], []
         for _ in range(repeats):
             ours.append(publish())
-            plain.append(raw.send(weights.next(CHUNK_BYTES)[1]))
+            plain.append(raw.send(weights.next(PUMP_BYTES)[1], PUMP_BYTES))
         our_cpu = [cpu_s / gigabytes for _, _, cpu_s in ours]
         raw_cpu = [cpu_s[0] / gigabytes for _, cpu_s in plain]
         yield at_most(
@@ -61,7 +64,7 @@ def measure(folder: Path, *, quick: bool) -> Iterator[Line]:
         ours, plain = [], []
         for _ in range(repeats):
             ours.append(publish()[0])
-            plain.append(copy.send(weights.next(CHUNK_BYTES)[1])[0])
+            plain.append(copy.send(weights.next(PUMP_BYTES)[1], PUMP_BYTES)[0])
         yield at_least(
             "stall_vs_raw_copy", median(plain) / median(ours), "x", 0.7,
             f"{gigabytes / median(ours):.2f} and {gigabytes / median(plain):.2f} GB/s; best "

@@ -18,9 +18,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import numpy
 from relay_parts.hosts import inside
 from relay_parts.nodes import ANSWER_S, FORK, Site, until
 from relay_parts.raw import fill
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from laminar.shell.process import die_with_parent
 
@@ -58,8 +61,6 @@ def _read_http(address: str, memory: memoryview) -> None:
 
 
 def _read_file(path: str, memory: memoryview) -> None:
-    from safetensors import safe_open  # noqa: PLC0415 - only this reader pays for it
-
     with safe_open(path, framework="np") as file:
         weights = file.get_tensor("w")
         memory[:] = memoryview(weights).cast("B")
@@ -184,18 +185,24 @@ def by_http(place: str, readers: Readers, buffer: memoryview) -> float:
 
 def by_files(folder: Path, readers: Readers, buffer: memoryview) -> float:
     """A folder that all share; in memory, so no disk slows it."""
-    import numpy  # noqa: PLC0415 - only here
-    from safetensors.numpy import save_file  # noqa: PLC0415
-
     path = folder / "weights.safetensors"
     began_s = time.monotonic()
     save_file({"w": numpy.frombuffer(buffer, dtype=numpy.uint8)}, str(path))
     return readers.read("files", str(path), bytes(buffer[:8])) - began_s
 
 
-def by_gloo(sites: Sequence[Site], num_bytes: int, repeats: int) -> list[float]:
-    """The first site is the source."""
-    places = json.dumps([[site.address, site.namespace] for site in sites])
-    command = [sys.executable, str(GLOO), "--bytes", str(num_bytes), "--repeats", str(repeats), "--sites", places]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
-    return [float(each) for each in json.loads(done.stdout.splitlines()[-1])]
+class Gloo:
+    """Ranks that get ready, which takes seconds, while something else is measured; the first site is the source."""
+
+    def __init__(self, sites: Sequence[Site], num_bytes: int, repeats: int) -> None:
+        places = json.dumps([[site.address, site.namespace] for site in sites])
+        command = [sys.executable, str(GLOO), "--bytes", str(num_bytes), "--repeats", str(repeats), "--sites", places]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+
+    def run(self) -> list[float]:
+        """Seconds of each broadcast."""
+        out, _ = self._process.communicate("\n", 120)
+        assert self._process.returncode == 0, "the ranks failed"
+        return [float(each) for each in json.loads(out.splitlines()[-1])]

@@ -28,11 +28,10 @@ def _stage(
     source: socket.socket,
     sink: tuple[str, int] | None,
     num_bytes: int,
-    chunk_bytes: int,
     hashes: bool,
 ) -> None:
-    """One process: takes `num_bytes` into memory again and again, hashes and passes on each chunk; an empty sink's
-    answer to each round is one byte back to where it all began."""
+    """One process: a round a message of the pipe, which names the chunk size. Takes `num_bytes` into memory, hashes
+    and passes on each chunk, then tells when it was done and what CPU time that took."""
     die_with_parent()
     onward = None
     memory = memoryview(mmap.mmap(-1, num_bytes))
@@ -41,7 +40,7 @@ def _stage(
         onward.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     pipe.send(None)
     upstream, _ = source.accept()
-    while pipe.recv() is not None:
+    while (chunk_bytes := pipe.recv()) is not None:
         began_s = time.process_time()
         for start in range(0, num_bytes, chunk_bytes):
             chunk = memory[start : start + chunk_bytes]
@@ -57,8 +56,7 @@ def _stage(
 class Pump:
     """`num_stages` processes in a row, the last only receives; fed from here."""
 
-    def __init__(self, num_stages: int, num_bytes: int, chunk_bytes: int, *, hashes: bool) -> None:
-        self._chunk_bytes = chunk_bytes
+    def __init__(self, num_stages: int, num_bytes: int, *, hashes: bool) -> None:
         self._listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(num_stages)]
         self._pipes: list[Connection] = []
         self._processes = []
@@ -66,7 +64,7 @@ class Pump:
             last = index + 1 == num_stages
             sink = None if last else self._listeners[index + 1].getsockname()
             ours, theirs = FORK.Pipe()
-            arguments = (theirs, self._listeners[index], sink, num_bytes, chunk_bytes, hashes)
+            arguments = (theirs, self._listeners[index], sink, num_bytes, hashes)
             process = FORK.Process(target=_stage, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -76,13 +74,13 @@ class Pump:
         self._socket = socket.create_connection(self._listeners[0].getsockname())
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def send(self, buffer: memoryview) -> tuple[float, list[float]]:
+    def send(self, buffer: memoryview, chunk_bytes: int) -> tuple[float, list[float]]:
         """Seconds until the last stage has it all, and the CPU seconds of each stage."""
         for pipe in self._pipes:
-            pipe.send(True)
+            pipe.send(chunk_bytes)
         began_s = time.monotonic()
-        for start in range(0, len(buffer), self._chunk_bytes):
-            self._socket.sendall(buffer[start : start + self._chunk_bytes])
+        for start in range(0, len(buffer), chunk_bytes):
+            self._socket.sendall(buffer[start : start + chunk_bytes])
         answers = []
         for pipe in self._pipes:
             assert pipe.poll(ANSWER_S)
@@ -100,8 +98,8 @@ class Pump:
 
 
 @contextmanager
-def pump(num_stages: int, num_bytes: int, chunk_bytes: int, *, hashes: bool) -> Iterator[Pump]:
-    made = Pump(num_stages, num_bytes, chunk_bytes, hashes=hashes)
+def pump(num_stages: int, num_bytes: int, *, hashes: bool) -> Iterator[Pump]:
+    made = Pump(num_stages, num_bytes, hashes=hashes)
     try:
         yield made
     finally:
