@@ -7,11 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laminar.core.chain import (
-    MISSED_BEAT_S,
-    REJOIN_AFTER_S,
     ChainNode,
-    LostRelays,
-    Neighbourhood,
     Place,
     RelayView,
     Standing,
@@ -177,37 +173,3 @@ def test_a_new_list_makes_a_bypass_to_a_link_of_neighbours() -> None:
     walk.pass_by()
     assert walk.renew(("c",))
     assert walk.target == "c"
-
-
-CHAIN = (node(0), node(1), node(2))
-
-
-def said(index: int, *lost: str, silent_s: float = 0.1, epoch: int = 3) -> Neighbourhood:
-    return Neighbourhood(f"relay-{index}", epoch, lost, silent_s)
-
-
-def test_a_relay_that_the_one_before_cannot_reach_is_lost_for_a_while() -> None:
-    lost = LostRelays()
-    lost.observe(10.0, CHAIN, 3, [said(0, "relay-1"), said(1), said(2)])
-    assert lost.is_lost("relay-1", 1, 10.1)
-    assert not lost.is_lost("relay-1", 1, 10.0 + REJOIN_AFTER_S)
-
-
-def test_its_next_life_is_not_lost() -> None:
-    lost = LostRelays()
-    lost.observe(10.0, CHAIN, 3, [said(0, "relay-1")])
-    assert not lost.is_lost("relay-1", 2, 10.1)
-
-
-def test_a_relay_that_lost_the_one_before_it_needs_the_pools_word_too() -> None:
-    lost = LostRelays()
-    lost.observe(10.0, CHAIN, 3, [said(0), said(1, "relay-0")])
-    assert not lost.is_lost("relay-0", 1, 10.1)
-    lost.observe(11.0, CHAIN, 3, [said(0, silent_s=MISSED_BEAT_S + 0.1), said(1, "relay-0")])
-    assert lost.is_lost("relay-0", 1, 11.1)
-
-
-def test_what_was_said_of_an_earlier_list_does_not_count() -> None:
-    lost = LostRelays()
-    lost.observe(10.0, CHAIN, 3, [said(0, "relay-1", epoch=2)])
-    assert not lost.is_lost("relay-1", 1, 10.1)

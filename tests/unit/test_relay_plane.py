@@ -543,6 +543,19 @@ def test_an_engine_whose_relay_is_dead_copies_from_a_neighbour_unless_it_must_ma
         fetch_version(Sources(HandOff.MEMFD, own.handoff, addresses), TOKEN, UID, 1)
 
 
+def test_an_engine_whose_relay_is_cut_off_from_the_chain_copies_from_a_neighbour_unless_it_must_map(
+    scene: Scene,
+) -> None:
+    own, neighbour = scene.add(), scene.add()
+    scene.chain(neighbour)
+    scene.publish(neighbour, 1)
+    addresses = (own.address, neighbour.address)
+    with fetch_version(Sources(HandOff.AUTO, own.handoff, addresses), TOKEN, UID, 1, 0.2) as fetched:
+        assert isinstance(fetched, PulledWeights)
+    with pytest.raises(VersionGone):
+        fetch_version(Sources(HandOff.MEMFD, own.handoff, addresses), TOKEN, UID, 1, 0.2)
+
+
 def test_a_reader_that_never_ends_holds_its_slot_only_so_long(scene: Scene) -> None:
     master = scene.add(StoreSizes(2, read_deadline_s=0.05))
     scene.chain(master)

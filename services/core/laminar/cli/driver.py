@@ -20,10 +20,11 @@ from laminar.cli.launch import Launchpad
 from laminar.cli.record import Recorder
 from laminar.cli.run_folder import Result, RunFolder, State, StoredMember
 from laminar.cli.view import View
-from laminar.core.chain import ChainNode, LostRelays, Neighbourhood
+from laminar.core.chain import ChainNode
 from laminar.core.events import Occurrence, describe
 from laminar.core.identity import Incarnation, Role
 from laminar.core.liveness import DEFAULT_LIMITS, Sighting, Watch
+from laminar.core.lost_relays import LostRelays, Neighbourhood
 from laminar.core.reconcile import (
     EXIT_BAD_INPUT,
     Action,
@@ -232,6 +233,7 @@ class Driver:
                 members=tuple(_node(member) for member in self._state.chain),
                 highest_reported=self._highest_epoch,
                 acknowledged=frozenset(self._told),
+                apart=self._lost_relays.apart(self._clock()),
             ),
             pool=Pool()
             if view is None
@@ -441,7 +443,7 @@ def _node(member: StoredMember) -> ChainNode:
 
 
 def _neighbourhood(member: MemberView) -> Neighbourhood:
-    return Neighbourhood(member.slot, member.epoch, tuple(member.lost_neighbours), member.silent_s)
+    return Neighbourhood(member.slot, member.incarnation, member.epoch, tuple(member.lost_neighbours), member.silent_s)
 
 
 def _how(child: Child) -> str:

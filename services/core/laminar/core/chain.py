@@ -6,18 +6,15 @@ judges each incoming chain connection against the list it has (`judge_upstream`)
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
 from laminar.core.identity import Epoch, Incarnation, Version
 
-REJOIN_AFTER_S = 5.0
-"""Longer than the pool needs to suspect a silent member: one that hangs does not come back in between."""
-MISSED_BEAT_S = 1.3
-"""Members beat once a second."""
+Apart = frozenset[frozenset[str]]
+"""Pairs of slots that live, but cannot reach each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +40,24 @@ class RelayView:
     """Newest version that it holds whole and verified; None: none."""
 
 
-def plan_chain(current: tuple[ChainNode, ...], ready: Sequence[RelayView]) -> tuple[ChainNode, ...] | None:
+def plan_chain(
+    current: tuple[ChainNode, ...], ready: Sequence[RelayView], apart: Apart = frozenset()
+) -> tuple[ChainNode, ...] | None:
     """The next membership list, or None if `current` may stay.
 
     Members that are still ready keep their order; the others leave; new ones join at the tail, in the order of the
-    topology (machine, slot). The master stays. If it is gone, the first that holds the newest complete version takes
-    its place, since weights only flow down the chain. `ready` holds at most one view a slot.
+    topology (machine, slot), or before it, where the tail and the new one are `apart`: at the last place between two
+    that can reach it. The master stays. If it is gone, the first that holds the newest complete version takes its
+    place, since weights only flow down the chain. `ready` holds at most one view a slot.
     """
     views = {_identity(view): view for view in ready}
     assert len({view.slot for view in ready}) == len(ready), f"a slot is ready twice: {ready}"
     stay = [_node(views[_identity(node)]) for node in current if _identity(node) in views]
     known = {_identity(node) for node in current}
     joiners = sorted((view for view in ready if _identity(view) not in known), key=_topology)
-    order = stay + [_node(view) for view in joiners]
+    order = stay
+    for view in joiners:
+        order = _join(order, _node(view), apart)
     master_stays = bool(stay) and _identity(stay[0]) == _identity(current[0])
     if order and not master_stays:
         newest = max(_age(views[_identity(node)]) for node in order)
@@ -200,42 +202,13 @@ class Walk:
         return self._position > 0
 
 
-@dataclass(frozen=True, slots=True)
-class Neighbourhood:
-    """What one relay says of its neighbours. `silent_s`: since the pool heard that relay itself."""
-
-    slot: str
-    epoch: int | None
-    lost: tuple[str, ...]
-    silent_s: float
-
-
-class LostRelays:
-    """Members that their neighbours cannot reach, though the pool may still hear them: the next list goes without them.
-
-    A relay is believed about those behind it, for it has tried to reach them; the word of one behind about the one
-    before counts only together with the pool's own silence, since a relay that was passed by loses its upstream, too.
-    """
-
-    def __init__(self) -> None:
-        self._until_s: dict[tuple[str, int], float] = {}
-
-    def observe(
-        self, now_s: float, chain: Sequence[ChainNode], epoch: int, neighbourhoods: Iterable[Neighbourhood]
-    ) -> None:
-        places = {node.slot: index for index, node in enumerate(chain)}
-        said = [each for each in neighbourhoods if each.epoch == epoch and each.slot in places]
-        silent_s = {each.slot: each.silent_s for each in said}
-        for each in said:
-            for lost in each.lost:
-                if lost not in places:
-                    continue
-                behind = places[lost] > places[each.slot]
-                if behind or silent_s.get(lost, 0.0) > MISSED_BEAT_S:
-                    self._until_s[lost, chain[places[lost]].incarnation] = now_s + REJOIN_AFTER_S
-
-    def is_lost(self, slot: str, incarnation: int, now_s: float) -> bool:
-        return now_s < self._until_s.get((slot, incarnation), -math.inf)
+def _join(order: list[ChainNode], node: ChainNode, apart: Apart) -> list[ChainNode]:
+    """At the last place whose two neighbours can reach it, never before the master; at the tail if there is none."""
+    for index in range(len(order), 0, -1):
+        beside = order[index - 1 : index + 1]
+        if not any(frozenset((each.slot, node.slot)) in apart for each in beside):
+            return [*order[:index], node, *order[index:]]
+    return [*order, node]
 
 
 def _identity(member: ChainNode | RelayView) -> tuple[str, Incarnation, str]:

@@ -282,7 +282,7 @@ def _chain(s: Snapshot) -> Iterator[Action]:
     waited_s = s.now_s - s.started_s
     if starts_anew and len(ready) < len(s.spec.nodes) and waited_s < CHAIN_START_S:
         return
-    planned = plan_chain(s.chain.members, ready)
+    planned = plan_chain(s.chain.members, ready, s.chain.apart)
     listeners = [(m.slot, m.life) for m in s.members if _listens(m)]
     if planned is not None or s.chain.highest_reported > s.chain.epoch:
         members = s.chain.members if planned is None else planned

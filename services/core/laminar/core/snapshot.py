@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from laminar.core.chain import ChainNode
+from laminar.core.chain import Apart, ChainNode
 from laminar.core.identity import Role
 from laminar.core.liveness import Brake, Evidence
 from laminar.core.restarts import Restarts
@@ -96,6 +96,7 @@ class ChainState:
     highest_reported: int = 0
     acknowledged: frozenset[tuple[str, int]] = frozenset()
     """(slot, life) of the relays and the pool that have `epoch`."""
+    apart: Apart = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,16 +30,16 @@ def fetch_version(
 ) -> WeightsMap | PulledWeights:
     """Tries one source after the other within `deadline_s`. The probe of `auto` is the real thing: opening the version.
 
+    The machine's own relay has half of the time, if there are others: it may be cut off from the chain.
     Raises what the most trusted source said, the machine's own relay: VersionGone, PeerLost, SlotReused or OSError.
     """
     until = time.monotonic() + deadline_s
     first: Exception | None = None
     if sources.handoff is not HandOff.TCP:
+        others = sources.handoff is HandOff.AUTO and len(sources.addresses) > 1
         try:
-            return open_version(sources.socket_path, token, job_uid, version, deadline_s)
-        except VersionGone:
-            raise  # the relay is well and mapping works
-        except (PeerLost, OSError) as error:
+            return open_version(sources.socket_path, token, job_uid, version, deadline_s / 2 if others else deadline_s)
+        except (VersionGone, PeerLost, OSError) as error:
             if sources.handoff is HandOff.MEMFD:
                 raise
             first = error
@@ -52,11 +52,11 @@ def fetch_version(
             continue
         if sources.handoff is HandOff.AUTO:
             what = fields(version=version, relay=address, why=first)
-            log.warning("copied over TCP: the machine's relay cannot be mapped", extra=what)
+            log.warning("copied over TCP: the machine's relay cannot be mapped, or lacks the version", extra=what)
         return pulled
     raise first or PeerLost("the pool names no relay to copy from")
 
 
 def _by_hope(addresses: Sequence[str], *, own_relay_failed: bool) -> list[str]:
-    """A relay that could not be mapped is more often dead than walled off; the neighbours come first then."""
+    """A relay that could not be mapped is more often dead, or behind, than walled off; then neighbours come first."""
     return [*addresses[1:], *addresses[:1]] if own_relay_failed else list(addresses)

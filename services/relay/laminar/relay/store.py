@@ -26,6 +26,9 @@ from laminar.wire.manifest import Manifest
 WRITER_LEAVES_S = 2.0
 """A replaced writer has its connection shut down; it then only finishes the hash of the chunk at hand."""
 LOOK_S = 0.02
+MEMORY_WAIT_S = 3.0
+"""An engine that still maps what an earlier life of this relay held drops it at that relay's end, but it may be at
+work on it. Less than the silence at which a sender gives up."""
 HALF_KEPT_S = 30.0
 """A version that nobody goes on with for this long is given up: until then forwarders keep their links busy for it."""
 READ_DEADLINE_S = 30.0
@@ -85,7 +88,7 @@ class VersionStore:
         Raises TooLarge; VersionLost if the replaced writer does not leave in time, or this one was replaced already.
         """
         with self._changed:
-            self._make_slots(manifest)
+            self._make_slots(manifest, look)
             self._turn += 1
             turn = self._turn
             self._stop_writer()
@@ -245,16 +248,11 @@ class VersionStore:
 
     # --- with the lock held ---
 
-    def _make_slots(self, manifest: Manifest) -> None:
+    def _make_slots(self, manifest: Manifest, look: Callable[[], None] | None) -> None:
         needed_bytes, num_slots = page_rounded(manifest.total_bytes), self._sizes.num_slots
         if not self._slots:
-            limit_bytes = available_memory_bytes() // num_slots
-            if needed_bytes > limit_bytes:
-                raise TooLarge(
-                    f"version {manifest.version} has {manifest.total_bytes} bytes; {num_slots} slots of that "
-                    f"size do not fit into the memory available here ({limit_bytes * num_slots} bytes)",
-                    limit_bytes,
-                )
+            self._wait_for_memory(manifest, needed_bytes, look)
+        if not self._slots:
             self._slots = [Slot(SlotMemory(f"laminar-slot-{index}", needed_bytes)) for index in range(num_slots)]
         capacity_bytes = self._slots[0].memory.capacity_bytes
         if manifest.total_bytes > capacity_bytes:
@@ -263,6 +261,20 @@ class VersionStore:
                 f"version and take {capacity_bytes}",
                 capacity_bytes,
             )
+
+    def _wait_for_memory(self, manifest: Manifest, needed_bytes: int, look: Callable[[], None] | None) -> None:
+        num_slots = self._sizes.num_slots
+        ends_s = time.monotonic() + MEMORY_WAIT_S
+        while not self._slots and needed_bytes > (limit_bytes := available_memory_bytes() // num_slots):
+            if self._closed or time.monotonic() > ends_s:
+                raise TooLarge(
+                    f"version {manifest.version} has {manifest.total_bytes} bytes; {num_slots} slots of that "
+                    f"size do not fit into the memory available here ({limit_bytes * num_slots} bytes)",
+                    limit_bytes,
+                )
+            self._changed.wait(LOOK_S)
+            if look is not None:
+                look()
 
     def _empty_slot_for(self, manifest: Manifest) -> Slot:
         slot = self._spare()
