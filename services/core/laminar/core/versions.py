@@ -56,9 +56,11 @@ class VersionConflict(ValueError):
 
 
 class VersionRegister:
-    """Invariant: versions grow by one; `newest` never goes back; a visible or burned row never changes again."""
+    """Invariant: versions only grow, by one within a generation of the pool, whose first one is `first`; `newest`
+    never goes back; a visible or burned row never changes again."""
 
-    def __init__(self, rows: Iterable[VersionRow] = ()) -> None:
+    def __init__(self, rows: Iterable[VersionRow] = (), first: int = 0) -> None:
+        self._first = first
         self._rows: dict[int, VersionRow] = {row.version: row for row in sorted(rows, key=lambda row: row.version)}
         self.dirty: set[int] = set()
 
@@ -86,7 +88,7 @@ class VersionRegister:
                 return row
         if parent is not None:
             self.row(parent)
-        version = max(self._rows, default=-1) + 1
+        version = max(self._first, max(self._rows, default=-1) + 1)
         self._rows[version] = VersionRow(version, step, parent, attempt)
         self.dirty.add(version)
         return self._rows[version]

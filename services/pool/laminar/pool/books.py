@@ -21,6 +21,7 @@ from laminar.core.samples import Group, SealedBatch
 from laminar.core.schedule import make_schedule
 from laminar.core.versions import VersionRegister, VersionRow
 from laminar.pool import rows
+from laminar.pool.generation import FIRST_INCARNATION, FIRST_VERSION
 from laminar.pool.members import Members
 from laminar.pool.prompts import PromptBook
 from laminar.pool.restore import Stored
@@ -66,13 +67,14 @@ class Books:
     def __init__(self, identity: JobIdentity, prompts: PromptBook, store: Store, stored: Stored, clock: Clock) -> None:
         self.identity, self.spec, self.prompts = identity, identity.job.spec, prompts
         self.store, self.clock = store, clock
-        self.register = VersionRegister(stored.versions)
+        self.register = VersionRegister(stored.versions, int(stored.meta.get(FIRST_VERSION, 0)))
         self.ledger = Ledger(_plan(identity.job, prompts), make_schedule(self.spec.schedule.type.value), self.register)
         self.ledger.restore(stored.groups, stored.batches, stored.counters, stored.position, stored.committed_step)
         kept = [row for row, state in stored.checkpoints if state == KEPT]
         self.checkpoints = CheckpointRegister(self.spec.trainer.checkpoint.keep, kept)
         self.removable = [row for row, state in stored.checkpoints if state == REMOVABLE]
-        self.members = Members(stored.members, clock.monotonic_s())
+        first_incarnation = int(stored.meta.get(FIRST_INCARNATION, 1))
+        self.members = Members(stored.members, clock.monotonic_s(), first_incarnation)
         self.rounds = dict(stored.rounds)
         self.steps = {row.step: row for row in stored.steps}
         self.events = deque(stored.events, maxlen=EVENTS_IN_MEMORY)
@@ -267,7 +269,8 @@ class Books:
             self.news.leases.notify()
             self.news.batches.notify()
         ops: list[Op] = [rows.cleared(key) for key in changes.cleared]
-        ops += [rows.segment(*item) for item in changes.appended]
+        if changes.appended:
+            ops.append(rows.segments(changes.appended))
         ops += [self._group(group) for group in changes.groups]
         for sample in changes.samples:
             ops += rows.sample(sample)
@@ -276,7 +279,7 @@ class Books:
 
     def _group(self, group: Group) -> Op:
         prompt = self.prompts.train[group.key.prompt]
-        return rows.group(group, prompt.text, prompt.answer)
+        return rows.group(group, prompt.text, prompt.answer, self.ledger.committed_step)
 
     def _note_rounds(self) -> None:
         for point, round_ in self.rounds.items():

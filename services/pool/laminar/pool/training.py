@@ -10,8 +10,6 @@ import asyncio
 import math
 from collections import Counter
 
-import msgspec
-
 from laminar.core.checkpoints import CheckpointRow
 from laminar.core.evaluation import EvalPoint
 from laminar.core.groups import slice_groups
@@ -20,7 +18,6 @@ from laminar.core.samples import Group
 from laminar.core.versions import VersionConflict, VersionRow, VersionState, relays_needed
 from laminar.pool import rows
 from laminar.pool.books import COMMIT_LIMIT_S, STORE_BUSY, Books
-from laminar.pool.restore import consumed_after
 from laminar.shell.answers import Refusal
 from laminar.wire.dataplane import BatchGroup, BatchSample, BatchSlice
 from laminar.wire.messages import (
@@ -46,6 +43,8 @@ from laminar.wire.messages import (
 
 STEPS_KEPT = 2
 """Responses of the newest steps stay for the report, whatever the checkpoints need; step 1 stays beside them."""
+ROWS_KEPT = 100_000
+"""Samples of consumed steps that keep a row of their own, some 25 MB; of older ones the numbers stay."""
 CHECKPOINT_STALE = "CheckpointStale"
 
 
@@ -100,7 +99,7 @@ class Training:
             raise Refusal(409, "step", f"batches up to step {oldest} are gone: restore that or later", current=oldest)
         try:
             async with asyncio.timeout(COMMIT_LIMIT_S):
-                consumed = await books.store.read(lambda db: consumed_after(db, step))
+                consumed = await books.store.consumed_after(step)
         except TimeoutError as error:
             raise Refusal(503, *(books.store.condition or STORE_BUSY)) from error
         assert [batch.step for batch, _ in consumed] == list(range(step + 1, committed + 1)), "a batch is missing"
@@ -331,31 +330,11 @@ class Training:
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
-    def ledger_snapshot(self, attempt: int, step: int) -> bytes:
+    async def ledger_snapshot(self, attempt: int, step: int) -> bytes:
         """What a pool without its store would go on from: opaque bytes, written beside checkpoint `step`."""
         self.fence(attempt)
-        books, ledger = self._books, self._books.ledger
-        ops: list[rows.Op] = []
-        for group in ledger.groups.values():
-            ops.append(rows.group(group, "", ""))
-            for sample in group.samples:
-                ops += rows.sample(sample)
-                if sample.tokens:
-                    ops.append(rows.segment(sample.key, 0, bytes(sample.tokens), bytes(sample.logprobs)))
-        ops += [rows.batch(batch, 0.0) for batch in ledger.batches.values()]
-        ops += [rows.version(row) for row in books.register.rows()]
-        tables = [[op.table, list(op.values)] for op in ops if isinstance(op, rows.Put)]
-        return msgspec.msgpack.encode(
-            {
-                "schema": 1,
-                "job_uid": books.identity.uid,
-                "checkpoint_step": step,
-                "committed_step": ledger.committed_step,
-                "position": [ledger.stream_position.pass_, ledger.stream_position.cursor],
-                "counters": rows.counters_json(ledger.counters),
-                "rows": tables,
-            }
-        )
+        await self._books.commit()
+        return await self._books.store.snapshot(step)
 
     async def checkpoint_durable(self, call: CheckpointDurable) -> CheckpointDurableReply:
         """Registers it; what the oldest kept one covers is final."""
@@ -402,6 +381,11 @@ class Training:
         last = min(books.checkpoints.prunable_step, books.ledger.committed_step - STEPS_KEPT)
         if last > books.pruned_step:
             books.write(*(rows.PruneStep(step) for step in range(max(2, books.pruned_step + 1), last + 1)))
+            plan = books.ledger.plan
+            rows_a_step = plan.prompts_per_step * plan.samples_per_prompt
+            behind = STEPS_KEPT + -(-ROWS_KEPT // rows_a_step)
+            first, end = max(2, books.pruned_step + 1 - behind), last + 1 - behind
+            books.write(*(rows.FoldStep(step) for step in range(first, end)))
             books.write(rows.meta("pruned_step", last))
             books.pruned_step = last
 
