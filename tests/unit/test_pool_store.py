@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from laminar.core.decisions import Counters
 from laminar.core.identity import GroupKey, SampleKey
-from laminar.core.ledger import Counters
 from laminar.core.prompts import StreamPosition
 from laminar.core.samples import Group, GroupState, Holder, Sample, SampleState, SealedBatch
 from laminar.pool import rows

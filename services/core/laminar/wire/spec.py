@@ -137,6 +137,16 @@ class Clip(SpecModel):
     )
 
 
+class DynamicSampling(SpecModel):
+    """Presence turns it on (as in DAPO): groups of equal rewards are dropped, and other prompts take their place."""
+
+    max_refills: int = Field(
+        default=4, ge=1, le=1000,
+        description="At most this many times promptsPerStep groups are dropped for one step; then such groups are "
+        "kept, and stay out of the loss.",
+    )  # fmt: skip
+
+
 class LossType(StrEnum):
     GRPO = "grpo"
 
@@ -150,6 +160,11 @@ class Algorithm(SpecModel):
     mini_batch_trajectories: int | None = Field(
         default=None, ge=1, le=1_000_000, description="Trajectories of one optimizer update; unset: one update a step."
     )
+    dynamic_sampling: DynamicSampling | None = Field(
+        default=None,
+        description="Present, as in {}: groups whose graded responses all have the same reward are dropped and counted "
+        "as filtered, and other prompts take their place.",
+    )  # fmt: skip
     clip: Clip = Field(default=Clip(), description="Range in which a token's probability ratio counts.")
     learning_rate: float = Field(
         default=1.0e-6, gt=0, le=1, description="Of AdamW; reached over the first 5 steps, constant afterwards."
@@ -211,6 +226,11 @@ class Rollout(SpecModel):
     prompts_per_lease: int | None = Field(
         default=None, ge=1, le=65_536, description="Groups of one lease; unset: promptsPerStep / replicas, rounded up."
     )
+    stall_seconds: float = Field(
+        default=60.0, ge=5, le=3600,
+        description="A replica that has responses to generate and no token for so long gets a new engine; its "
+        "responses go on elsewhere.",
+    )  # fmt: skip
     engine: Engine = Field(default=Engine(), description="What generates the responses.")
 
 

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from laminar.core.checkpoints import CheckpointRegister, CheckpointRow
+from laminar.core.decisions import Changes, LedgerPlan
 from laminar.core.evaluation import EvalPoint, EvalSample, EvaluationRound
-from laminar.core.ledger import Changes, Ledger, LedgerPlan
+from laminar.core.ledger import Ledger
 from laminar.core.samples import Group, SealedBatch
 from laminar.core.schedule import make_schedule
 from laminar.core.versions import VersionRegister, VersionRow
@@ -316,6 +317,7 @@ class Books:
 
 def _plan(job: LaminarJob, prompts: PromptBook) -> LedgerPlan:
     spec = job.spec
+    dynamic = spec.algorithm.dynamic_sampling
     return LedgerPlan(
         steps=spec.steps,
         prompts_per_step=spec.algorithm.prompts_per_step,
@@ -326,6 +328,7 @@ def _plan(job: LaminarJob, prompts: PromptBook) -> LedgerPlan:
         seed=spec.data.seed,
         max_response_tokens=spec.sampling.max_response_tokens,
         too_long=prompts.too_long,
+        max_refill_groups=dynamic.max_refills * spec.algorithm.prompts_per_step if dynamic else None,
     )
 
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from laminar.core.checkpoints import CheckpointRow
+from laminar.core.decisions import Counters
 from laminar.core.evaluation import EvalPoint, EvaluationRound
 from laminar.core.identity import GroupKey, SampleKey
-from laminar.core.ledger import Counters
 from laminar.core.prompts import StreamPosition
-from laminar.core.samples import DiscardReason, Group, GroupState, Holder, Sample, SampleState, SealedBatch
+from laminar.core.samples import DiscardReason, Group, GroupState, Holder, Sample, SampleState, SealedBatch, ToolSpan
 from laminar.core.versions import VersionRow, VersionState
 from laminar.shell.ledger_file import crc, read_events, read_meta, read_rounds, read_steps, read_versions
 from laminar.wire.messages import Event, Register, StepRow
@@ -101,6 +101,11 @@ def counters_of(totals: dict[str, Any]) -> Counters:
         restarted_samples=totals["restarted_samples"],
         restarted_tokens=totals["restarted_tokens"],
         moved_samples=totals["moved_samples"],
+        parked_samples=totals.get("parked_samples", 0),
+        poisoned_samples=totals.get("poisoned_samples", 0),
+        filtered_groups=totals.get("filtered_groups", 0),
+        refilled_groups=totals.get("refilled_groups", 0),
+        repeated=totals.get("repeated", 0),
         refused=Counter(totals["refused"]),
     )
 
@@ -123,7 +128,7 @@ def _groups(db: sqlite3.Connection, where: str, values: tuple[int, ...]) -> list
     names = (
         "s.pass, s.prompt, s.idx, s.state, s.term, s.slot, s.incarnation, s.version, s.finish_reason, s.reward, "
         "s.parts, s.failures, s.restarts, s.moves, s.inherent, s.across_rollback, s.reason, s.detail, "
-        "s.leased_wall_s, s.finished_wall_s"
+        "s.leased_wall_s, s.finished_wall_s, s.tools, s.lost_lives"
     )
     for row in db.execute(
         f"SELECT {names} FROM samples s {join} WHERE {where} ORDER BY s.pass, s.prompt, s.idx", values
@@ -153,11 +158,13 @@ def _joined(
 
 def _sample(row: Any, tokens: dict[SampleKey, tuple[bytearray, bytearray]]) -> Sample:
     (pass_, prompt, index, state, term, slot, incarnation, version, finish_reason, reward, parts, failures, restarts,
-     moves, inherent, across_rollback, reason, detail, leased_wall_s, finished_wall_s) = row  # fmt: skip
+     moves, inherent, across_rollback, reason, detail, leased_wall_s, finished_wall_s, tools, lives) = row  # fmt: skip
     key = SampleKey(GroupKey(pass_, prompt), index)
     own = tokens.get(key, (bytearray(), bytearray()))
     return Sample(
         key, SampleState(state), term, Holder(slot, incarnation) if incarnation is not None else None, version,
         own[0], own[1], finish_reason, reward, json.loads(parts), failures, restarts, moves, inherent,
         bool(across_rollback), DiscardReason(reason) if reason else None, detail, leased_wall_s, finished_wall_s,
+        [ToolSpan(*span) for span in json.loads(tools)],
+        {Holder(slot, incarnation): bool(dead) for slot, incarnation, dead in json.loads(lives)},
     )  # fmt: skip

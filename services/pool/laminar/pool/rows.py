@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from laminar.core.checkpoints import CheckpointRow
+from laminar.core.decisions import Counters
 from laminar.core.evaluation import EvalSample, EvaluationRound
 from laminar.core.identity import SampleKey
-from laminar.core.ledger import Counters
 from laminar.core.prompts import StreamPosition
 from laminar.core.samples import Group, Sample, SampleState, SealedBatch
 from laminar.core.versions import VersionRow
@@ -113,7 +113,8 @@ def sample(row: Sample) -> list[Op]:
             row.holder.incarnation if row.holder else None, row.version, row.length, int(kept), row.finish_reason,
             row.reward, json.dumps(row.parts), row.failures, row.restarts, row.moves, row.inherent,
             int(row.across_rollback), row.reason.value if row.reason else None, row.detail, row.leased_wall_s,
-            row.finished_wall_s, "[]", "[]",
+            row.finished_wall_s, json.dumps([[t.start, t.length, t.call] for t in row.tools]),
+            json.dumps([[life.slot, life.incarnation, int(dead)] for life, dead in row.lost_lives.items()]),
         ),
     )  # fmt: skip
     return [put] if kept else [Delete("segments", key), put]
@@ -186,6 +187,11 @@ def counters_json(counters: Counters) -> dict[str, int | dict[str, int]]:
         "restarted_samples": counters.restarted_samples,
         "restarted_tokens": counters.restarted_tokens,
         "moved_samples": counters.moved_samples,
+        "parked_samples": counters.parked_samples,
+        "poisoned_samples": counters.poisoned_samples,
+        "filtered_groups": counters.filtered_groups,
+        "refilled_groups": counters.refilled_groups,
+        "repeated": counters.repeated,
         "refused": dict(counters.refused),
     }
 

@@ -18,6 +18,12 @@ EVENTS = 500
 _WHOLE = ("meta", "members", "versions", "batches", "steps", "checkpoints", "rounds", "eval_samples", "ended")
 _OPEN = "(g.state IN ('open', 'ready', 'batched') OR (g.state = 'consumed' AND g.step > ?))"
 _OF_OPEN = f"JOIN groups g ON g.pass = s.pass AND g.prompt = s.prompt WHERE {_OPEN}"
+# Rows of running samples do not say how long they are.
+_PARTIAL = (
+    "SELECT SUM(LENGTH(t.tokens)) / 4, s.pass, s.prompt, s.idx FROM samples s JOIN segments t "
+    "ON t.pass = s.pass AND t.prompt = s.prompt AND t.idx = s.idx WHERE s.state IN ('pending', 'leased') "
+    "GROUP BY s.pass, s.prompt, s.idx"
+)
 _STOPPED = "s.state IN ('finished', 'graded', 'batched', 'consumed')"
 
 
@@ -37,6 +43,9 @@ def make_snapshot(file: Path, step: int) -> bytes:
             tokens = "JOIN samples t ON t.pass = s.pass AND t.prompt = s.prompt AND t.idx = s.idx"
             kept = f"s {tokens} {_OF_OPEN} AND {_STOPPED.replace('s.', 't.')}"
             _copy(db, copy, "segments", kept, (step,))
+            copy.executemany(
+                "UPDATE samples SET length = ? WHERE (pass, prompt, idx) = (?, ?, ?)", db.execute(_PARTIAL)
+            )
             copy.executemany("INSERT OR REPLACE INTO ended VALUES (?, ?, ?)", _ended(db, step))
             copy.execute("COMMIT")
         return copy.serialize()

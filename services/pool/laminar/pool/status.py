@@ -84,10 +84,14 @@ def ledger_counts(books: Books) -> LedgerCounts:
         consumed=counters.consumed,
         discarded={reason: number for reason, number in counters.discarded.items() if number},
         open=books.ledger.num_open,
-        started_unconsumed_groups=books.ledger.started_unconsumed_groups,
+        started_unconsumed_groups=len(books.ledger.groups),
         restarted_samples=counters.restarted_samples,
         restarted_tokens=counters.restarted_tokens,
         moved_samples=counters.moved_samples,
+        parked_samples=counters.parked_samples,
+        poisoned_samples=counters.poisoned_samples,
+        filtered_groups=counters.filtered_groups,
+        repeated=counters.repeated,
         refused=dict(counters.refused),
     )
 
@@ -154,6 +158,10 @@ def _totals(counts: LedgerCounts) -> Iterable[Metric]:
         ("laminar_samples_restarted", "Samples started again from the prompt", counts.restarted_samples),
         ("laminar_tokens_restarted", "Tokens lost by restarts", counts.restarted_tokens),
         ("laminar_samples_moved", "Samples moved with their partial", counts.moved_samples),
+        ("laminar_samples_parked", "Partials kept until a replica had their version", counts.parked_samples),
+        ("laminar_samples_poisoned", "Samples set aside because replicas died of them", counts.poisoned_samples),
+        ("laminar_groups_filtered", "Groups of equal rewards that were dropped", counts.filtered_groups),
+        ("laminar_writes_repeated", "Writes that said again what was known", counts.repeated),
     ):
         total = CounterMetricFamily(name, text)
         total.add_metric((), value)

@@ -11,9 +11,9 @@ import math
 from collections import Counter
 
 from laminar.core.checkpoints import CheckpointRow
+from laminar.core.decisions import StepConflict
 from laminar.core.evaluation import EvalPoint
 from laminar.core.groups import slice_groups
-from laminar.core.ledger import StepConflict
 from laminar.core.samples import Group
 from laminar.core.versions import VersionConflict, VersionRow, VersionState, relays_needed
 from laminar.pool import rows
@@ -284,7 +284,7 @@ class Training:
                 BatchSample(
                     id=str(sample.key), version=sample.version, step=self._books.register.row(sample.version).step,
                     tokens=bytes(sample.tokens), logprobs=bytes(sample.logprobs), reward=sample.reward,
-                    finish_reason=sample.finish_reason,
+                    finish_reason=sample.finish_reason, tools=list(sample.tools),
                 )
             )  # fmt: skip
         prompt = self._books.prompts.train[group.key.prompt]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from laminar.rollout.engine_messages import LoadResult, LoadState, LoadStatus
-from laminar.wire.dataplane import GradeItem, ProgressReply, Verdict
+from laminar.wire.dataplane import GradeItem, Outcome, ProgressReply
 from laminar.wire.messages import EngineLoad
 
 _LOAD_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
@@ -65,7 +65,7 @@ class RolloutMetrics:
 
     def progress(self, reply: ProgressReply) -> None:
         for item in (*reply.appends, *reply.finishes, *reply.grades):
-            if item.verdict is not Verdict.OK:
+            if item.verdict is not Outcome.OK:
                 self._refused.labels(item.verdict.value).inc()
 
     def graded(self, item: GradeItem) -> None:

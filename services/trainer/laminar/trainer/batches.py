@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from laminar.core.groups import LAMINAR_ADVANTAGES, AdvantageRule, advantages
+from laminar.core.samples import ToolSpan
 from laminar.wire.dataplane import BatchGroup
 
 TOKENS_DTYPE = np.dtype("<i4")
@@ -23,16 +24,24 @@ LOGPROBS_DTYPE = np.dtype("<f4")
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One response that is in the loss. Arrays: `prompt` int32 [p], `response` int32 [n], `behaviour` float32 [n]."""
+    """One response that is in the loss, except its `tools`: tokens that no model chose, which are context only.
+
+    Arrays: `prompt` int32 [p], `response` int32 [n], `behaviour` float32 [n].
+    """
 
     prompt: npt.NDArray[np.int32]
     response: npt.NDArray[np.int32]
     behaviour: npt.NDArray[np.float32]
     advantage: float
+    tools: tuple[ToolSpan, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         return len(self.prompt) + len(self.response)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return len(self.response) - sum(span.length for span in self.tools)
 
 
 def trajectories(group: BatchGroup, rule: AdvantageRule = LAMINAR_ADVANTAGES) -> list[Trajectory]:
@@ -52,8 +61,9 @@ def trajectories(group: BatchGroup, rule: AdvantageRule = LAMINAR_ADVANTAGES) ->
         behaviour = np.frombuffer(sample.logprobs, dtype=LOGPROBS_DTYPE)
         if len(response) != len(behaviour):
             raise ValueError(f"sample {sample.id}: {len(response)} tokens but {len(behaviour)} log-probs")
-        if len(response):
-            found.append(Trajectory(prompt, response, behaviour, advantage))
+        trajectory = Trajectory(prompt, response, behaviour, advantage, tuple(sample.tools))
+        if trajectory.num_loss_tokens:
+            found.append(trajectory)
     return found
 
 
@@ -90,6 +100,8 @@ def micro_batch(items: Sequence[Trajectory], weights: Sequence[float]) -> MicroB
         columns = slice(start - 1 - first, end - 1 - first)
         behaviour[row, columns] = item.behaviour
         mask[row, columns] = 1.0
+        for span in item.tools:
+            mask[row, columns.start + span.start : columns.start + span.start + span.length] = 0.0
     if not any(weights):
         mask[:] = 0.0
     all_tokens = torch.from_numpy(tokens)

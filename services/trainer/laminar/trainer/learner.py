@@ -100,7 +100,7 @@ class Learner:
 
     def _update(self, items: Sequence[Trajectory], sums: StepSums) -> None:
         ranks, rule = self.policy.ranks, self.plan.rule
-        lengths = [len(item.response) for item in items]
+        lengths = [item.num_loss_tokens for item in items]
         plan = pack([item.num_tokens for item in items], self.policy.micro_batch_tokens)
         num_tokens, num_sequences = ranks.sum([sum(lengths), len(items)])
         if not num_tokens:
