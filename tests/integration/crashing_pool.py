@@ -26,9 +26,9 @@ arrows: list[str] = []
 decide = Sample.move_to
 
 
-def noted(sample: Sample, event: SampleEvent) -> None:
-    before = sample.state
-    decide(sample, event)
+def noted(self: Sample, event: SampleEvent) -> None:
+    before = self.state
+    decide(self, event)
     arrows.append(f"{before.value} {event.value}")
 
 

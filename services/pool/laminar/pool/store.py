@@ -247,7 +247,8 @@ class _LogFolder:
             self._moved.clear()
             self.failure = self.failure or _move(writer)
             self._next_s = time.monotonic() + FOLD_EVERY_S
-        elif time.monotonic() >= self._next_s and not self._asked.is_set():
+        elif time.monotonic() >= self._next_s:
+            self._next_s = float("inf")  # until it is done
             self._asked.set()
 
     def close(self) -> None:
@@ -259,11 +260,12 @@ class _LogFolder:
     def _run(self) -> None:
         while True:
             self._asked.wait()
+            # Cleared before the look at `_closing`, which is set before `_asked`: an end is never missed.
+            self._asked.clear()
             if self._closing.is_set():
                 return
             self.failure = self.failure or _move(self._connection)
             self._moved.set()
-            self._asked.clear()
 
 
 def _move(connection: sqlite3.Connection) -> sqlite3.Error | None:
