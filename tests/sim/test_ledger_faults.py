@@ -79,6 +79,11 @@ class LedgerUnderFaults(RuleBasedStateMachine):
                 assert sample.holder == self.holder(slot)
                 self.old_rights.append(Right(self.holder(slot), sample.key, sample.term))
 
+    @rule(slot=slots)
+    def adopt_ungraded(self, slot: int) -> None:
+        for sample in self.ledger.adopt_ungraded(self.holder(slot)):
+            self.old_rights.append(Right(self.holder(slot), sample.key, sample.term))
+
     @rule(slot=slots, count=st.integers(1, 8), reward=st.sampled_from([0.0, 1.0, None]), error=st.integers(0, 9))
     def work(self, slot: int, count: int, reward: float | None, error: int) -> None:
         for sample in self.ledger.held_by(self.holder(slot))[:count]:

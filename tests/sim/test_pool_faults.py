@@ -24,7 +24,7 @@ SEEDS = int(os.environ.get("LAMINAR_SIM_SEEDS", "0"))
 """0: as many as BUDGET_S allows, and FEWEST in any case."""
 BUDGET_S = 25.0
 FEWEST = 60
-SEEDS_TO_FIND_A_BUG = 40
+SEEDS_TO_FIND_A_BUG = 200
 
 
 def test_no_promise_is_broken_by_kills_stops_evictions_restarts_and_a_bad_network() -> None:

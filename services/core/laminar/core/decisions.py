@@ -96,7 +96,7 @@ class Fate(StrEnum):
     RESTARTED = "restarted"
     """Starts again from its prompt, with whatever version is granted next."""
     UNGRADED = "ungraded"
-    """Generation has ended; the next replica that leases grades it."""
+    """Generation has ended; the next replica that lives grades it."""
     POISONED = "poisoned"
     """Set aside: too many lives ended while they ran it."""
 

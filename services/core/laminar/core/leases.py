@@ -14,7 +14,7 @@ from collections import Counter
 from laminar.core.accounts import Accounts
 from laminar.core.decisions import Grant, LeaseDecision, Refresh, Wait
 from laminar.core.identity import Version
-from laminar.core.samples import DiscardReason, GroupState, Holder, Sample, SampleEvent, SampleState
+from laminar.core.samples import DiscardReason, Holder, Sample, SampleEvent, SampleState
 from laminar.core.schedule import Schedule, ScheduleView
 from laminar.core.versions import VersionRegister
 
@@ -62,6 +62,12 @@ class Leases:
     def forget(self, holder: Holder) -> None:
         """This life is lost: what it should load, another one may."""
         self._loaders.pop(holder, None)
+
+    def adopt_ungraded(self, holder: Holder) -> list[Sample]:
+        """Responses that nobody grades, for this replica. Not part of a lease: the answer to one may be lost, and the
+        next call would not say so."""
+        orphans = [sample for _, sample in sorted(self._accounts.waiting.items()) if sample.is_orphan]
+        return [self._grant(sample, holder, 0, 0.0) for sample in orphans]
 
     def restart_unkept(self, kept: frozenset[int]) -> list[tuple[Sample, int]]:
         """Partials whose version no relay holds any more start again; each with the number of its lost tokens."""
@@ -129,13 +135,11 @@ class Leases:
     def _take_waiting(
         self, holder: Holder, version: int, now_wall_s: float, *, parked_only: bool = False
     ) -> list[Sample]:
-        """Samples of started groups come before new ones: partials of this version, restarts, and responses that
-        nobody grades."""
+        """Samples of started groups come before new ones: partials of this version, then restarts."""
         fits = [
             sample
             for _, sample in sorted(self._accounts.waiting.items())
-            if (sample.version == version if sample.is_parked else not parked_only)
-            and self._accounts.groups[sample.key.group].state is GroupState.OPEN
+            if (sample.version == version if sample.is_parked else not (parked_only or sample.is_orphan))
         ]
         chosen = sorted(fits, key=lambda sample: not sample.is_parked)  # stable: by key within
         groups = list(dict.fromkeys(sample.key.group for sample in chosen))[: self._accounts.plan.groups_per_lease]

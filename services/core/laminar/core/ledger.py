@@ -122,6 +122,10 @@ class Ledger:
         """Answer a replica whose batch has ended."""
         return self._leases.lease(holder, version, now_wall_s, kept)
 
+    def adopt_ungraded(self, holder: Holder) -> list[Sample]:
+        """Responses that nobody grades are this replica's from now on; tell it by a command."""
+        return self._leases.adopt_ungraded(holder)
+
     def lose(
         self,
         source: Holder,

@@ -263,13 +263,13 @@ class PoolService:
                 results.append(writes.finish(holder, item.key, item.term, item.length, item.reason, "", now_s))
         results += [writes.grade(holder, item.key, item.term, item.reward, {}, "") for item in grades]
         after = [self._fenced_off(holder, item) for item in (*appends, *ends, *grades)]
-        assert all(was is None or was == now for was, now in zip(before, after, strict=True)), (
+        assert all(None in (was, now) or was == now for was, now in zip(before, after, strict=True)), (
             f"{slot}#{incarnation} has changed a sample that is not its own"
         )
         return Told(results)
 
     def _fenced_off(self, holder: Holder, item: Append | End | Grade) -> object:
-        """What the sample is if this life may not write it under this term; None if it may."""
+        """What the sample is if this life may not write it under this term; None if it may, or the group has ended."""
         sample = self.ledger.sample(item.key)
         if sample is None or (sample.holder, sample.term) == (holder, item.term):
             return None
@@ -331,6 +331,9 @@ class PoolService:
             if not (member.suspect or member.leaving) and self._timeline.now_s - member.heard_s > SILENT_S:
                 member.suspect = True
                 self._lose(Holder(slot, member.incarnation), Loss.SUSPECT)
+        live = [slot for slot, member in sorted(self.members.items()) if not (member.suspect or member.leaving)]
+        if live:
+            self._adopt(live[0], self.ledger.adopt_ungraded(Holder(live[0], self.members[live[0]].incarnation)))
         kept = self._kept()
         if kept is not None:
             self.ledger.restart_unkept(kept)

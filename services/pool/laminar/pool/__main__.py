@@ -49,7 +49,7 @@ async def main(common: Common) -> int:
         prompts = load_prompts(job, began)
         _check_data(stored, prompts.digest, job.spec.data.train.source)
         books = Books(JobIdentity(job, common.job_uid, common.generation), prompts, store, stored, clock)
-        books.write(meta("data_digest", prompts.digest))
+        books.journal.write(meta("data_digest", prompts.digest))
         return await _serve(common, books, store, stored)
     except (DamagedSegment, DataError, TokenizerError) as error:
         return _say(error, EXIT_BAD_INPUT)
@@ -72,7 +72,7 @@ async def _serve(common: Common, books: Books, store: SqliteStore, stored: Store
     service = Service(common, title="pool", version="0.1.0", body_limit_bytes=256 * 2**20)
     pool = Pool(books, stored)
     pool.stopping = service.stopping.is_set
-    books.on_store_failure = service.fail
+    books.journal.on_failure = service.fail
     latency = Histogram(
         "laminar_commit_seconds", "One transaction of the store", buckets=COMMIT_BUCKETS_S, registry=service.registry
     )
@@ -88,7 +88,7 @@ async def _tick(service: Service, pool: Pool) -> None:
     while not service.stopping.is_set():
         service.progress("tick")
         pool.tick()
-        condition = pool.books.store.condition
+        condition = pool.books.journal.store.condition
         service.set_ready(condition is None, ": ".join(condition) if condition else "")
         try:
             async with asyncio.timeout(TICK_S):
@@ -96,7 +96,7 @@ async def _tick(service: Service, pool: Pool) -> None:
         except TimeoutError:
             continue
     await service.drained.wait()
-    pool.books.submit()
+    pool.books.journal.submit()
 
 
 def _check_data(stored: Stored, digest: str, source: str) -> None:

@@ -173,6 +173,12 @@ class Members:
     def get(self, slot: str) -> Member | None:
         return self._members.get(slot)
 
+    def deliver(self, slot: str, command: Command) -> None:
+        """Onto the member's command connection, if it has one; a new one brings what matters again."""
+        member = self._members.get(slot)
+        if member is not None and member.stream is not None:
+            member.stream.send(command)
+
     def join(self, register: Register, now_s: float) -> Joined:
         """The same nonce gets the same incarnation. Raises OlderLife."""
         known = self._members.get(register.slot)

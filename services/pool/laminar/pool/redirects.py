@@ -38,7 +38,7 @@ class Redirects:
         self._cancel(source, moved, reason)
         for destination in sorted({move.to for move in moved if move.to is not None}):
             self._adopt(destination, [move.sample for move in moved if move.to == destination], reason)
-        books.event("redirect", _text(source, moved, num_evals, reason))
+        books.journal.event("redirect", _text(source, moved, num_evals, reason))
         self._report_poison([move for move in moved if move.fate is Fate.POISONED])
         books.news.leases.notify()
 
@@ -49,6 +49,14 @@ class Redirects:
         """
         held = self._books.ledger.held_by(holder)
         self._adopt(holder, [s for s in held if s.moves or s.state is SampleState.FINISHED], "it may not have heard")
+
+    def grade_orphans(self) -> None:
+        """Responses whose grader is gone go to the least loaded replica that lives."""
+        running = self._books.ledger.running()
+        members = [member for member in self._books.members.of_role(Role.ROLLOUT) if member.usable]
+        if members:
+            best = min(members, key=lambda member: (len(running.get(member.holder, ())), member.slot))
+            self._adopt(best.holder, self._books.ledger.adopt_ungraded(best.holder), "grading only")
 
     # --- versions that relays keep --------------------------------------------------------------------------------
 
@@ -76,7 +84,7 @@ class Redirects:
         if restarted:
             tokens = sum(number for _, number in restarted)
             text = f"{len(restarted)} trajectories start again ({tokens} tokens): no relay has their version any more"
-            self._books.event("redirect", text)
+            self._books.journal.event("redirect", text)
 
     def _relays(self) -> list[Member]:
         return self._books.members.of_role(Role.RELAY)
@@ -87,7 +95,7 @@ class Redirects:
         for version in sorted({sample.version for sample in samples if sample.version is not None}):
             groups = self._grants.of_samples(sample for sample in samples if sample.version == version)
             command = Command(kind=CommandKind.ADOPT, version=version, groups=groups, reason=reason)
-            self._books.command(destination.slot, command)
+            self._books.journal.command(destination.slot, command)
 
     def _cancel(self, source: Holder, moved: Sequence[Moved], reason: str) -> None:
         """Who generates one of these still should not waste its time: the source, and whoever had a poisoned one."""
@@ -96,7 +104,9 @@ class Redirects:
             member = self._books.members.get(holder.slot)
             if theirs and member is not None and member.holder == holder:
                 ids, terms = [str(move.sample.key) for move in theirs], [move.ended_term for move in theirs]
-                self._books.command(holder.slot, Command(kind=CommandKind.CANCEL, ids=ids, terms=terms, reason=reason))
+                self._books.journal.command(
+                    holder.slot, Command(kind=CommandKind.CANCEL, ids=ids, terms=terms, reason=reason)
+                )
 
     def _destinations(self, source: Holder) -> list[Destination]:
         running = self._books.ledger.running()
@@ -113,7 +123,7 @@ class Redirects:
     def _report_poison(self, moved: Sequence[Moved]) -> None:
         for move in moved:
             text = f"sample {move.sample.key} is set aside: {move.reason}"
-            self._books.event("poison", text)
+            self._books.journal.event("poison", text)
             number = self._books.ledger.counters.poisoned_samples
             self._books.conditions[POISON] = f"{number} samples in all; the latest: {text}"
 

@@ -86,13 +86,15 @@ class Rollouts:
                 return None
             case Refresh(version, num_parked):
                 if num_parked:
-                    books.event("redirect", f"{member.slot} loads version {version} for {num_parked} trajectories")
+                    books.journal.event(
+                        "redirect", f"{member.slot} loads version {version} for {num_parked} trajectories"
+                    )
                 return self._refresh(version, member)
             case Grant(version, samples):
                 member.progress_s = books.clock.monotonic_s()
                 if books.first_lease_wall_s is None:
                     books.first_lease_wall_s = books.clock.wall_s()
-                    books.write(rows.meta("first_lease_wall_s", books.first_lease_wall_s))
+                    books.journal.write(rows.meta("first_lease_wall_s", books.first_lease_wall_s))
                 return LeaseReply(
                     kind=LeaseKind.GRANT, version=version, digest=books.register.row(version).digest,
                     groups=self._grants.of_samples(samples), temperature=books.spec.sampling.temperature,
@@ -198,13 +200,14 @@ class Rollouts:
             books.conditions[UNGRADED] = watch.condition
         if watch.broken and not books.failed_reason:
             books.failed_reason = watch.broken
-            books.event("failed", watch.broken)
+            books.journal.event("failed", watch.broken)
             books.news.members.notify()
 
     # --- the pool's clock -----------------------------------------------------------------------------------------
 
     def judge(self) -> None:
-        """Once a second: partials whose version is gone, and what people should know of."""
+        """Once a second: what waits for a grader, partials whose version is gone, and what people should know of."""
+        self.redirects.grade_orphans()
         self.redirects.restart_unkept()
         books = self._books
         running = [sample for held in books.ledger.running().values() for sample in held]
@@ -222,7 +225,7 @@ class Rollouts:
             conditions.pop(condition, None)
             return
         if condition not in conditions:
-            self._books.event("condition", f"{condition}: {text}")
+            self._books.journal.event("condition", f"{condition}: {text}")
         conditions[condition] = text
 
     def running_holders(self) -> set[Holder]:
