@@ -18,7 +18,7 @@ from laminar.pool.generation import found_generation
 from laminar.pool.members import TICK_S
 from laminar.pool.pool import Pool
 from laminar.pool.prompts import load_prompts
-from laminar.pool.restore import DamagedSegment, Stored
+from laminar.pool.restore import Stored
 from laminar.pool.rows import meta
 from laminar.pool.signals import Clock
 from laminar.pool.status import BooksCollector
@@ -51,7 +51,7 @@ async def main(common: Common) -> int:
         books = Books(JobIdentity(job, common.job_uid, common.generation), prompts, store, stored, clock)
         books.journal.write(meta("data_digest", prompts.digest))
         return await _serve(common, books, store, stored)
-    except (DamagedSegment, DataError, TokenizerError) as error:
+    except (StoreError, DataError, TokenizerError) as error:
         return _say(error, EXIT_BAD_INPUT)
     finally:
         store.close()

@@ -137,7 +137,11 @@ class SqliteStore:
         return self._enqueue(ops, None)
 
     async def load(self) -> Stored:
-        return await self._read(read_all)
+        """Raises StoreError if what was written makes no sense any more."""
+        try:
+            return await self._read(read_all)
+        except (sqlite3.DatabaseError, ValueError, LookupError) as error:
+            raise StoreError(_damaged(self._file, f"{type(error).__name__}: {error}")) from error
 
     async def consumed_after(self, step: int) -> list[tuple[SealedBatch, list[Group]]]:
         return await self._read(lambda db: consumed_after(db, step))
