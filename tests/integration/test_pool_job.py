@@ -87,6 +87,11 @@ class PoolProcess:
         self.sock.listen(128)
         self.address = f"127.0.0.1:{self.sock.getsockname()[1]}"
         self.life = 0
+        self.generation = 1
+        self.checkpoint: Path | None = None
+        """What a new generation begins from."""
+        self.program = ["-m", "laminar.pool"]
+        self.more_env: dict[str, str] = {}
         self.clients: list[BlockingClient] = []
         self.process: subprocess.Popen[bytes] | None = None
         rows = [{"prompt": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(20)]
@@ -97,14 +102,15 @@ class PoolProcess:
     def start(self) -> None:
         self.life += 1
         common = Common(
-            job="toy", job_uid=UID, token=TOKEN, spec_path=self.root / "job.json", generation=1,
+            job="toy", job_uid=UID, token=TOKEN, spec_path=self.root / "job.json", generation=self.generation,
             pool_url=f"http://{self.address}", slot="pool-0", life=self.life, listen=f"fd:{self.sock.fileno()}",
             dir=self.root,
         )  # fmt: skip
         env = os.environ | common.to_env() | {"LAMINAR_STORE": str(self.store), "OMP_NUM_THREADS": "1"}
+        env |= self.more_env | ({"LAMINAR_CHECKPOINT": str(self.checkpoint)} if self.checkpoint else {})
         with (self.root / "pool.log").open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "laminar.pool"], env=env, stderr=log, pass_fds=[self.sock.fileno()]
+                [sys.executable, *self.program], env=env, stderr=log, pass_fds=[self.sock.fileno()]
             )
 
     def kill(self) -> None:
@@ -118,7 +124,7 @@ class PoolProcess:
         return self.process.wait(timeout=20)
 
     def client(self, name: str) -> BlockingClient:
-        self.clients.append(BlockingClient(f"http://{self.address}", TOKEN, UID, 1, name))
+        self.clients.append(BlockingClient(f"http://{self.address}", TOKEN, UID, self.generation, name))
         return self.clients[-1]
 
     def close(self) -> None:
@@ -151,7 +157,7 @@ class Actors:
     """Two replicas, one relay and a trainer, played in turns by one thread. `before` is called before each call."""
 
     def __init__(self, pool: PoolProcess, before: Callable[[], None] = lambda: None) -> None:
-        self.client, self.before = pool.client("actors"), before
+        self.pool, self.client, self.before = pool, pool.client("actors"), before
         self.incarnations: dict[str, int] = {}
         self.versions: dict[str, int | None] = {}
         self.attempt, self.version, self.nonces = 0, 0, 0

@@ -58,9 +58,11 @@ class VersionConflict(ValueError):
 
 
 class VersionRegister:
-    """Invariant: versions grow by one; `newest` never goes back; a visible or burned row never changes again."""
+    """Invariant: versions only grow, by one within a generation of the pool, whose first one is `first`; `newest`
+    never goes back; a visible or burned row never changes again."""
 
-    def __init__(self, rows: Iterable[VersionRow] = ()) -> None:
+    def __init__(self, rows: Iterable[VersionRow] = (), first: int = 0) -> None:
+        self._first = first
         self._rows: dict[int, VersionRow] = {row.version: row for row in sorted(rows, key=lambda row: row.version)}
         self.dirty: set[int] = set()
         self._lineage = Lineage()
@@ -95,7 +97,7 @@ class VersionRegister:
             return self._rows[known]
         if parent is not None and self.row(parent).step > step:
             raise VersionConflict(f"version {parent} (step {self.row(parent).step}) is no parent for step {step}")
-        version = next(reversed(self._rows), -1) + 1
+        version = max(self._first, next(reversed(self._rows), -1) + 1)
         self._rows[version] = VersionRow(version, step, parent, attempt)
         self._index(self._rows[version])
         self.dirty.add(version)

@@ -215,7 +215,7 @@ def _checkpoint_routes(service: Service, pool: Pool) -> None:
 
     @router.get("/trainer/ledger")
     async def ledger(attempt: int, step: int) -> Response:
-        return Response(training.ledger_snapshot(attempt, step), media_type=MSGPACK)
+        return Response(await training.ledger_snapshot(attempt, step), media_type="application/octet-stream")
 
     @router.post("/trainer/checkpoint")
     async def checkpoint(body: CheckpointDurable) -> CheckpointDurableReply:

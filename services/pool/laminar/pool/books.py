@@ -14,6 +14,7 @@ from laminar.core.samples import Group
 from laminar.core.schedule import make_schedule
 from laminar.core.versions import VersionRegister, VersionRow
 from laminar.pool import rows
+from laminar.pool.generation import FIRST_INCARNATION, FIRST_VERSION
 from laminar.pool.journal import Journal
 from laminar.pool.members import Members
 from laminar.pool.prompts import PromptBook
@@ -48,10 +49,11 @@ class Books:
 
     def __init__(self, identity: JobIdentity, prompts: PromptBook, store: Store, stored: Stored, clock: Clock) -> None:
         self.identity, self.spec, self.prompts, self.clock = identity, identity.job.spec, prompts, clock
-        self.members = Members(stored.members, clock.monotonic_s())
+        first_incarnation = int(stored.meta.get(FIRST_INCARNATION, 1))
+        self.members = Members(stored.members, clock.monotonic_s(), first_incarnation)
         self.journal = Journal(store, clock, stored.events, self._collect, self.members.deliver)
         self.trained = Trained(stored, self.spec.trainer.checkpoint.keep, self.journal, clock)
-        self.register = VersionRegister(stored.versions)
+        self.register = VersionRegister(stored.versions, int(stored.meta.get(FIRST_VERSION, 0)))
         self.ledger = Ledger(_plan(identity.job, prompts), make_schedule(self.spec.schedule.type.value), self.register)
         self.ledger.restore(stored.groups, stored.batches, stored.counters, stored.position, stored.committed_step)
         self.rounds = dict(stored.rounds)
@@ -181,7 +183,8 @@ class Books:
             self.news.leases.notify()
             self.news.batches.notify()
         ops: list[Op] = [rows.cleared(key) for key in changes.cleared]
-        ops += [rows.segment(*item) for item in changes.appended]
+        if changes.appended:
+            ops.append(rows.segments(changes.appended))
         ops += [self._group(group) for group in changes.groups]
         for sample in changes.samples:
             ops += rows.sample(sample)
@@ -189,7 +192,7 @@ class Books:
 
     def _group(self, group: Group) -> Op:
         prompt = self.prompts.train[group.key.prompt]
-        return rows.group(group, prompt.text, prompt.answer)
+        return rows.group(group, prompt.text, prompt.answer, self.ledger.committed_step)
 
     def _note_rounds(self) -> None:
         for point, round_ in self.rounds.items():

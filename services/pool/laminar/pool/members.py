@@ -152,7 +152,9 @@ class Joined:
 class Members:
     """Invariant: incarnations of a slot only grow; at most one life of a slot counts."""
 
-    def __init__(self, stored: Iterable[StoredMember], now_s: float) -> None:
+    def __init__(self, stored: Iterable[StoredMember], now_s: float, first_incarnation: int = 1) -> None:
+        """`first_incarnation`: the lowest one of this generation of the pool."""
+        self._first_incarnation = first_incarnation
         self._members: dict[str, Member] = {
             row.register.slot: Member(
                 row.register, row.incarnation, now_s, fenced=row.fenced, progress_s=now_s, since_s=now_s
@@ -184,7 +186,7 @@ class Members:
             return Joined(known, is_new=False, superseded=None)
         if known is not None and register.life < known.register.life:
             raise OlderLife(f"life {register.life} of {register.slot} comes after life {known.register.life}")
-        incarnation = known.incarnation + 1 if known else 1
+        incarnation = max(self._first_incarnation, known.incarnation + 1 if known else 1)
         if known is not None and known.stream is not None:
             known.stream.close()
         member = Member(register, incarnation, now_s, progress_s=now_s, since_s=now_s)

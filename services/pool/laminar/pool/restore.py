@@ -16,8 +16,12 @@ from laminar.core.identity import GroupKey, SampleKey
 from laminar.core.prompts import StreamPosition
 from laminar.core.samples import DiscardReason, Group, GroupState, Holder, Sample, SampleState, SealedBatch, ToolSpan
 from laminar.core.versions import VersionRow, VersionState
-from laminar.shell.ledger_file import read_events, read_meta, read_rounds, read_steps, read_versions
+from laminar.shell.ledger_file import crc, read_events, read_meta, read_rounds, read_steps, read_versions
 from laminar.wire.messages import Event, Register, StepRow
+
+
+class DamagedSegment(ValueError):
+    """The disk has changed what was written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +119,7 @@ def _groups(db: sqlite3.Connection, where: str, values: tuple[int, ...]) -> list
     """Groups with all their samples and tokens."""
     join = "JOIN groups g ON g.pass = s.pass AND g.prompt = s.prompt"
     parts = db.execute(
-        f"SELECT s.pass, s.prompt, s.idx, s.tokens, s.logprobs FROM segments s {join} WHERE {where} "
+        f"SELECT s.pass, s.prompt, s.idx, s.tokens, s.logprobs, s.crc FROM segments s {join} WHERE {where} "
         "ORDER BY s.pass, s.prompt, s.idx, s.start",
         values,
     )
@@ -138,10 +142,15 @@ def _groups(db: sqlite3.Connection, where: str, values: tuple[int, ...]) -> list
     ]
 
 
-def _joined(parts: Iterable[tuple[int, int, int, bytes, bytes]]) -> dict[SampleKey, tuple[bytearray, bytearray]]:
+def _joined(
+    parts: Iterable[tuple[int, int, int, bytes, bytes, int]],
+) -> dict[SampleKey, tuple[bytearray, bytearray]]:
     joined: dict[SampleKey, tuple[bytearray, bytearray]] = {}
-    for pass_, prompt, index, tokens, logprobs in parts:
-        both = joined.setdefault(SampleKey(GroupKey(pass_, prompt), index), (bytearray(), bytearray()))
+    for pass_, prompt, index, tokens, logprobs, crc_ in parts:
+        key = SampleKey(GroupKey(pass_, prompt), index)
+        if crc(tokens, logprobs) != crc_:
+            raise DamagedSegment(f"a part of response {key} is not what was written")
+        both = joined.setdefault(key, (bytearray(), bytearray()))
         both[0].extend(tokens)
         both[1].extend(logprobs)
     return joined

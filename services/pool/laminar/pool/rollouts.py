@@ -7,6 +7,7 @@ append, finish, grade -> the ledger, or the evaluation that the id names
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 from laminar.core.decisions import Grant, LeaseDecision, Loss, Outcome, Refresh, Wait, WriteResult
 from laminar.core.evaluation import EvaluationRound
@@ -237,6 +238,7 @@ class Rollouts:
         return running
 
 
+@lru_cache(maxsize=2**15)
 def _sample_key(text: str) -> SampleKey | None:
     try:
         return SampleKey.parse(text)

@@ -64,9 +64,11 @@ class Trained:
         self._journal.write(*(rows.checkpoint(row, REMOVABLE) for row in gone.values()))
         self._journal.write(*(rows.checkpoint(row, KEPT) for row in self.checkpoints.kept))
 
-    def prune_to(self, step: int) -> None:
-        """Responses of steps up to this one can never be asked for again."""
+    def prune_to(self, step: int, num_rows_steps: int) -> None:
+        """Responses of steps up to this one can never be asked for again; the rows of so many steps stay."""
         if step > self.pruned_step:
-            self._journal.write(*(rows.PruneStep(each) for each in range(max(2, self.pruned_step + 1), step + 1)))
+            new = range(max(2, self.pruned_step + 1), step + 1)
+            self._journal.write(*(rows.PruneStep(each) for each in new))
+            self._journal.write(*(rows.FoldStep(each - num_rows_steps) for each in new if each - num_rows_steps >= 2))
             self._journal.write(rows.meta("pruned_step", step))
             self.pruned_step = step

@@ -10,8 +10,6 @@ import asyncio
 import math
 from collections import Counter
 
-import msgspec
-
 from laminar.core.checkpoints import CheckpointRow
 from laminar.core.decisions import StepConflict
 from laminar.core.evaluation import EvalPoint
@@ -21,7 +19,6 @@ from laminar.core.versions import VersionConflict, VersionRow, VersionState, rel
 from laminar.pool import rows
 from laminar.pool.books import Books
 from laminar.pool.journal import COMMIT_LIMIT_S, STORE_BUSY
-from laminar.pool.restore import consumed_after
 from laminar.shell.answers import Refusal
 from laminar.wire.dataplane import BatchGroup, BatchSample, BatchSlice
 from laminar.wire.messages import (
@@ -47,6 +44,8 @@ from laminar.wire.messages import (
 
 STEPS_KEPT = 2
 """Responses of the newest steps stay for the report, whatever the checkpoints need; step 1 stays beside them."""
+ROWS_KEPT = 100_000
+"""Samples of consumed steps that keep a row of their own, some 25 MB; of older ones the numbers stay."""
 CHECKPOINT_STALE = "CheckpointStale"
 
 
@@ -101,7 +100,7 @@ class Training:
             raise Refusal(409, "step", f"batches up to step {oldest} are gone: restore that or later", current=oldest)
         try:
             async with asyncio.timeout(COMMIT_LIMIT_S):
-                consumed = await books.journal.store.read(lambda db: consumed_after(db, step))
+                consumed = await books.journal.store.consumed_after(step)
         except TimeoutError as error:
             raise Refusal(503, *(books.journal.store.condition or STORE_BUSY)) from error
         assert [batch.step for batch, _ in consumed] == list(range(step + 1, committed + 1)), "a batch is missing"
@@ -324,31 +323,11 @@ class Training:
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
-    def ledger_snapshot(self, attempt: int, step: int) -> bytes:
+    async def ledger_snapshot(self, attempt: int, step: int) -> bytes:
         """What a pool without its store would go on from: opaque bytes, written beside checkpoint `step`."""
         self.fence(attempt)
-        books, ledger = self._books, self._books.ledger
-        ops: list[rows.Op] = []
-        for group in ledger.groups.values():
-            ops.append(rows.group(group, "", ""))
-            for sample in group.samples:
-                ops += rows.sample(sample)
-                if sample.tokens:
-                    ops.append(rows.segment(sample.key, 0, bytes(sample.tokens), bytes(sample.logprobs)))
-        ops += [rows.batch(batch, 0.0) for batch in ledger.batches.values()]
-        ops += [rows.version(row) for row in books.register.rows()]
-        tables = [[op.table, list(op.values)] for op in ops if isinstance(op, rows.Put)]
-        return msgspec.msgpack.encode(
-            {
-                "schema": 1,
-                "job_uid": books.identity.uid,
-                "checkpoint_step": step,
-                "committed_step": ledger.committed_step,
-                "position": [ledger.stream_position.pass_, ledger.stream_position.cursor],
-                "counters": rows.counters_json(ledger.counters),
-                "rows": tables,
-            }
-        )
+        await self._books.journal.commit()
+        return await self._books.journal.store.snapshot(step)
 
     async def checkpoint_durable(self, call: CheckpointDurable) -> CheckpointDurableReply:
         """Registers it; what the oldest kept one covers is final."""
@@ -392,8 +371,9 @@ class Training:
 
     def _prune(self) -> None:
         """Responses that no checkpoint can ask for again go, except those that the report shows."""
-        trained, committed = self._books.trained, self._books.ledger.committed_step
-        trained.prune_to(min(trained.checkpoints.prunable_step, committed - STEPS_KEPT))
+        trained, ledger = self._books.trained, self._books.ledger
+        num_rows_steps = -(-ROWS_KEPT // (ledger.plan.prompts_per_step * ledger.plan.samples_per_prompt))
+        trained.prune_to(min(trained.checkpoints.prunable_step, ledger.committed_step - STEPS_KEPT), num_rows_steps)
 
 
 def _info(row: CheckpointRow) -> CheckpointInfo:

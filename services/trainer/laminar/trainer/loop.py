@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Protocol
 
 from laminar.shell.blocking import Conflict, Refused, Unreachable
+from laminar.shell.calls import OldGeneration
 from laminar.shell.logs import configure_logging
 from laminar.shell.settings import SettingsError
 from laminar.trainer.attempt import Attempt
@@ -65,7 +66,7 @@ def main(run: Run) -> int:
         run(settings, job, _stop_asked())
     except TrainerFailure as error:
         return _end(settings, error.exit_code, paragraph(error))
-    except Conflict as error:
+    except (Conflict, OldGeneration) as error:
         if error.error in SUPERSEDED_WORDS:
             return _end(settings, EXIT_SUPERSEDED, f"Trainer attempt {settings.attempt} is superseded: {error.detail}.")
         return _end(settings, EXIT_CRASH, f"The pool refused trainer attempt {settings.attempt}: {error}")
