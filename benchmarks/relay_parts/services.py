@@ -24,8 +24,9 @@ from typing import Any
 from relay_parts.lines import Line, at_most, listed, median
 from relay_parts.nodes import TOKEN, UID, Weights, until
 
-from laminar.core.chain import ChainNode, LostRelays, Neighbourhood, RelayView, plan_chain
+from laminar.core.chain import ChainNode, RelayView, plan_chain
 from laminar.core.identity import Incarnation, Version
+from laminar.core.lost_relays import LostRelays, Neighbourhood
 from laminar.shell.handover import hand_over
 from laminar.shell.process import child_environment
 from laminar.shell.settings import Common
@@ -149,8 +150,15 @@ class Driver:
         """True: there is a new list, and every member has taken it."""
         now_s = time.monotonic()
         said = [
-            Neighbourhood(slot, beat.get("epoch"), tuple(beat.get("lost_neighbours", ())), now_s - at_s)
+            Neighbourhood(
+                slot,
+                int(self._pool.members[slot]["incarnation"]),
+                beat.get("epoch"),
+                tuple(beat.get("lost_neighbours", ())),
+                now_s - at_s,
+            )
             for slot, (at_s, beat) in sorted(self._pool.beats.items())
+            if slot in self._pool.members
         ]
         self._lost.observe(now_s, self.chain, self.epoch, said)
         ready = [
@@ -161,7 +169,7 @@ class Driver:
             if (beat := self._pool.beats.get(slot)) is not None
             and not self._lost.is_lost(slot, member["incarnation"], now_s)
         ]
-        planned = plan_chain(self.chain, ready)
+        planned = plan_chain(self.chain, ready, self._lost.apart(now_s))
         if planned is None:
             return False
         self.chain, self.epoch = planned, self.epoch + 1
