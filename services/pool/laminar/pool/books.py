@@ -23,7 +23,7 @@ from laminar.core.versions import VersionRegister, VersionRow
 from laminar.pool import rows
 from laminar.pool.members import Members
 from laminar.pool.prompts import PromptBook
-from laminar.pool.restore import Stored
+from laminar.pool.restore import KEPT, REMOVABLE, Stored
 from laminar.pool.rows import Op
 from laminar.pool.signals import Clock, Signal
 from laminar.pool.store import Store
@@ -40,7 +40,6 @@ COMMIT_LIMIT_S = 5.0
 STORE_BUSY = ("StoreBusy", "the ledger's disk is slow; call again")
 EVENTS_IN_MEMORY = 2000
 EVENTS_STORED = 5000
-KEPT, REMOVABLE = "kept", "removable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ class Books:
         self.removable = [row for row, state in stored.checkpoints if state == REMOVABLE]
         self.members = Members(stored.members, clock.monotonic_s())
         self.rounds = dict(stored.rounds)
-        self.steps = {row.step: row for row in stored.steps}
+        self.steps = stored.steps
         self.events = deque(stored.events, maxlen=EVENTS_IN_MEMORY)
         self.event_seq = self.events[-1].seq if self.events else 0
         self.attempt = int(stored.meta.get("attempt", 0))
@@ -295,11 +294,11 @@ class Books:
         self.write(rows.batch(batch, self.clock.wall_s()))
 
     def write_step(self, row: StepRow) -> None:
-        self.steps[row.step] = row
+        self.steps.add(row, self.checkpoints.prunable_step)
         self.write(rows.step(row))
 
     def forget_steps_after(self, step: int) -> None:
-        self.steps = {number: row for number, row in self.steps.items() if number <= step}
+        self.steps.forget_after(step)
         self.write(rows.DeleteAbove("steps", step))
 
     def write_checkpoints(self, removable: Iterable[CheckpointRow]) -> None:

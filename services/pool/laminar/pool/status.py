@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from laminar.core.samples import DiscardReason
-from laminar.core.versions import VersionRow, VersionState
+from laminar.core.versions import VersionRow
 from laminar.pool.books import Books
 from laminar.shell.ledger_file import evaluation_rows
 from laminar.wire.messages import (
@@ -32,7 +31,6 @@ def job_status(books: Books) -> JobStatus:
     """Everything that `laminar status` and the live view show."""
     now_s, identity = books.clock.monotonic_s(), books.identity
     newest = books.register.newest
-    steps = list(books.steps.values())
     conditions = dict(books.conditions)
     if books.store.condition is not None:
         reason, text = books.store.condition
@@ -53,10 +51,10 @@ def job_status(books: Books) -> JobStatus:
         members=[member.view(now_s) for member in books.members.all()],
         loads={member.slot: member.load for member in replicas if member.load is not None},
         counts=ledger_counts(books),
-        inherent=_histogram(row.inherent for row in steps),
-        consumed=_histogram(row.consumed for row in steps),
-        last_step=steps[-1] if steps else None,
-        reward_curve=[row.reward_mean for row in steps[:: 1 + len(steps) // CURVE_POINTS]],
+        inherent=books.steps.inherent,
+        consumed=books.steps.consumed,
+        last_step=books.steps.last,
+        reward_curve=books.steps.reward_curve(CURVE_POINTS),
         evaluations=evaluations(books),
         checkpoints=[
             CheckpointInfo(step=row.step, attempt=row.attempt, path=row.path, manifest=dict(row.manifest))
@@ -96,13 +94,6 @@ def _visible(row: VersionRow) -> Visible:
     return Visible(version=row.version, step=row.step, digest=row.digest)
 
 
-def _histogram(rows: Iterable[dict[int, int]]) -> Histogram:
-    total: Counter[int] = Counter()
-    for row in rows:
-        total.update(row)
-    return Histogram(counts=dict(sorted(total.items())))
-
-
 class BooksCollector(Collector):
     """Reads the books when asked: between scrapes it costs nothing."""
 
@@ -120,7 +111,11 @@ class BooksCollector(Collector):
             ("laminar_steps", "Steps of the job", status.steps),
             ("laminar_reward", "Mean reward of the last step", last.reward_mean if last else 0.0),
             ("laminar_version", "Newest visible version", status.newest.version if status.newest else -1),
-            ("laminar_versions_burned", "Versions whose trainer died before they were complete", _burned(books)),
+            (
+                "laminar_versions_burned",
+                "Versions whose trainer died before they were complete",
+                books.register.num_burned,
+            ),
             ("laminar_chain_epoch", "Epoch of the relay chain", status.epoch),
             ("laminar_trainer_attempt", "Attempt of the trainer", status.attempt),
             ("laminar_open_samples", "Admitted samples that have not ended", status.counts.open),
@@ -140,12 +135,8 @@ class BooksCollector(Collector):
             member.slot: float(member.suspect) for member in status.members
         })  # fmt: skip
         tokens = CounterMetricFamily("laminar_response_tokens", "Tokens of responses that steps consumed")
-        tokens.add_metric((), sum(row.response_tokens for row in books.steps.values()))
+        tokens.add_metric((), books.steps.response_tokens)
         yield tokens
-
-
-def _burned(books: Books) -> int:
-    return sum(row.state is VersionState.BURNED for row in books.register.rows())
 
 
 def _totals(counts: LedgerCounts) -> Iterable[Metric]:
