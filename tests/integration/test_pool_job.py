@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -61,6 +62,8 @@ from laminar.wire.messages import (
     ReserveVersion,
     ResumePoint,
     Role,
+    StepRow,
+    Steps,
     StopRequest,
     Take,
     TakeReply,
@@ -627,3 +630,34 @@ def test_changed_data_under_a_begun_job_is_refused(pool: PoolProcess, tmp_path: 
     assert pool.process is not None
     assert pool.process.wait(timeout=30) == 2
     assert "Start a new run" in (tmp_path / "pool.log").read_text()
+
+
+def test_every_step_of_a_long_run_is_told_page_by_page_though_most_are_only_in_the_store(tmp_path: Path) -> None:
+    num_steps, kept_step = 2600, 2500
+    pool = PoolProcess(tmp_path, {"steps": 3000})
+    try:
+        pool.start()
+        pool.client("first").get_json("/v1/status", JobStatus, 15.0, deadline_s=60.0)
+        pool.kill()
+        with sqlite3.connect(pool.store / FILE_NAME) as db:
+            for step in range(1, num_steps + 1):
+                row = StepRow(
+                    step=step, attempt=1, version=None, wall_s=0.0, reward_mean=step / 4, num_samples=4,
+                    response_tokens=3, inherent={1: 4}, consumed={2: 4},
+                )  # fmt: skip
+                db.execute("INSERT INTO steps VALUES (?, ?)", (step, row.model_dump_json()))
+            checkpoint = (f"step-{kept_step}-attempt-1", kept_step, 1, "{}", "kept")
+            db.execute("INSERT INTO checkpoints VALUES (?, ?, ?, ?, ?)", checkpoint)
+            db.execute("UPDATE meta SET value = ? WHERE key = 'committed_step'", (str(num_steps),))
+        db.close()
+        pool.start()
+        client, rows, after = pool.client("second"), list[StepRow](), -1
+        while page := client.get_json("/v1/steps", Steps, 15.0, deadline_s=60.0, params={"after": after}).root:
+            rows += page
+            after = page[-1].step
+        assert [row.step for row in rows] == list(range(1, num_steps + 1))
+        status = client.get_json("/v1/status", JobStatus, 15.0, deadline_s=60.0)
+        assert (status.inherent.counts, status.consumed.counts) == ({1: 4 * num_steps}, {2: 4 * num_steps})
+        assert status.last_step == rows[-1] and status.reward_curve[0] == 0.25
+    finally:
+        pool.close()
