@@ -22,7 +22,9 @@ from laminar.shell.process import child_environment
 from laminar.wire import job_file
 from laminar.wire.spec import Evaluation, JobSpec, LaminarJob, Reward, TrainData
 
-FILE = "file:"
+FILE, RECIPE = "file:", job_file.RECIPE
+FIXED_SEED = 0
+"""Of the recipes that stay the same for every `data.seed`."""
 Report = Callable[[str], None]
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 """All read as one JSON object a line."""
@@ -47,17 +49,33 @@ def absolute(job: LaminarJob, folder: Path) -> LaminarJob:
 
 
 async def resolve(job: LaminarJob, report: Report) -> LaminarJob:
-    """The absolute job with every recipe made and named by its file. Raises BadInput with the recipe's own words."""
-    names = job_file.recipes_of(job)
+    """The absolute job with every recipe made and named by its file. Raises BadInput with the recipe's own words.
+
+    Training data follow `data.seed`. Models and evaluations are those of seed 0, whatever the seed: runs that differ
+    in the seed alone start from the same weights and are measured on the same questions.
+    """
+    prompts = job.spec.data.train.source
     async with asyncio.TaskGroup() as group:
-        tasks = {name: group.create_task(_make(name, report)) for name in names}
-    made: dict[str, Path] = {}
-    for name, task in tasks.items():
-        outcome = task.result()
-        if not isinstance(outcome, Path):
-            raise BadInput(outcome)
-        made[name] = outcome
+        tasks = {name: group.create_task(_make(name, FIXED_SEED, report)) for name in _fixed_recipes(job)}
+        drawn = prompts.removeprefix(RECIPE) if prompts.startswith(RECIPE) else None
+        training = group.create_task(_make(drawn, job.spec.data.seed, report)) if drawn else None
+    made = {name: _path(task.result()) for name, task in tasks.items()}
+    if training is not None:
+        path = _path(training.result())
+        job = _with_sources(job, lambda source: source, train=lambda _: f"{FILE}{path}")
     return job_file.resolve(job, Path("/"), made)
+
+
+def _fixed_recipes(job: LaminarJob) -> list[str]:
+    """Names of the recipes that do not follow the seed, each once."""
+    sources = [job.spec.model.source, *(entry.source for entry in job.spec.evaluations)]
+    return list(dict.fromkeys(source.removeprefix(RECIPE) for source in sources if source.startswith(RECIPE)))
+
+
+def _path(outcome: Path | str) -> Path:
+    if isinstance(outcome, str):
+        raise BadInput(outcome)
+    return outcome
 
 
 def check(job: LaminarJob) -> None:
@@ -147,10 +165,10 @@ def check_function(reward: Reward) -> None:
         )
 
 
-async def _make(name: str, report: Report) -> Path | str:
+async def _make(name: str, seed: int, report: Report) -> Path | str:
     """The path that the recipe made, or why there is none."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-P", "-m", "laminar.recipes", "build", name,
+        sys.executable, "-P", "-m", "laminar.recipes", "build", name, "--seed", str(seed),
         stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         env=child_environment(), limit=MAX_RECIPE_LINE_BYTES,
     )  # fmt: skip
@@ -179,13 +197,16 @@ def _join(folder: Path, text: str) -> Path:
     return Path(os.path.normpath(folder.absolute() / Path(text).expanduser()))
 
 
-def _with_sources(job: LaminarJob, change: Callable[[str], str]) -> LaminarJob:
+def _with_sources(
+    job: LaminarJob, change: Callable[[str], str], train: Callable[[str], str] | None = None
+) -> LaminarJob:
+    """`train`: for the training data, if their source is changed otherwise."""
     spec = job.spec
-    train = spec.data.train.model_copy(update={"source": change(spec.data.train.source)})
+    prompts = spec.data.train.model_copy(update={"source": (train or change)(spec.data.train.source)})
     changed: JobSpec = spec.model_copy(
         update={
             "model": spec.model.model_copy(update={"source": change(spec.model.source)}),
-            "data": spec.data.model_copy(update={"train": train}),
+            "data": spec.data.model_copy(update={"train": prompts}),
             "evaluations": [entry.model_copy(update={"source": change(entry.source)}) for entry in spec.evaluations],
         }
     )
