@@ -326,10 +326,13 @@ def until(condition: Callable[[], bool], limit_s: float = 15.0) -> None:
 def test_a_job_of_three_steps_ends_complete_and_its_audit_is_clean(pool: PoolProcess) -> None:
     actors = Actors(pool)
     actors.start()
-    assert actors.status().phase == "evaluatingFirst"
+    status = actors.status()
+    assert status.phase == "evaluatingFirst" and status.evaluating is not None
+    assert (status.evaluating.version, status.evaluating.num_done, status.evaluating.num_samples) == (0, 0, 4)
     assert actors.take(1).status is TakeStatus.WAIT, "training waits for the first evaluation"
     batches = actors.train()
     status = actors.finish()
+    assert status.evaluating is None
     assert sorted(batches) == [1, 2, 3]
     assert status.committed_step == STEPS
     assert [(row.point, row.mode) for row in status.evaluations] == [

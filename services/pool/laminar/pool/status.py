@@ -13,6 +13,7 @@ from laminar.pool.books import Books
 from laminar.shell.ledger_file import evaluation_rows
 from laminar.wire.messages import (
     CheckpointInfo,
+    EvaluationProgress,
     EvaluationRow,
     Histogram,
     JobStatus,
@@ -56,6 +57,7 @@ def job_status(books: Books) -> JobStatus:
         last_step=books.steps.last,
         reward_curve=books.steps.reward_curve(CURVE_POINTS),
         evaluations=evaluations(books),
+        evaluating=_evaluating(books),
         checkpoints=[
             CheckpointInfo(step=row.step, attempt=row.attempt, path=row.path, manifest=dict(row.manifest))
             for row in books.checkpoints.kept
@@ -72,6 +74,15 @@ def evaluations(books: Books) -> list[EvaluationRow]:
     """Results of the rounds that are done."""
     done = [round_ for point, round_ in sorted(books.rounds.items()) if books.round_done(point)]
     return [row for round_ in done for row in evaluation_rows(round_, books.register.row(round_.version).step)]
+
+
+def _evaluating(books: Books) -> EvaluationProgress | None:
+    round_ = books.round
+    if round_ is None:
+        return None
+    return EvaluationProgress(
+        point=round_.point.value, version=round_.version, num_done=round_.num_done, num_samples=len(round_.samples)
+    )
 
 
 def ledger_counts(books: Books) -> LedgerCounts:
