@@ -28,6 +28,7 @@ FIXED_SEED = 0
 Report = Callable[[str], None]
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 """All read as one JSON object a line."""
+OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 MAX_RECIPE_LINE_BYTES = 2**20
 
 
@@ -115,12 +116,25 @@ def check_model(folder: Path) -> None:
             whole = False
         if not whole:
             raise BadInput(f"spec.model.source: {folder / name} is not a JSON object. Copy or download it again.")
-    if not any(True for _ in weight_files(folder)):
-        raise BadInput(f"spec.model.source: the model folder {folder} has no weights (*.safetensors).")
+    if not weight_files(folder):
+        raise BadInput(f"spec.model.source: the model folder {folder} has no weights (*.safetensors).{_other(folder)}")
 
 
-def weight_files(folder: Path) -> Iterator[Path]:
-    yield from sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+def weight_files(folder: Path) -> list[Path]:
+    """The only format that engine and trainer read: a pickled one may run code, and cannot be measured unread."""
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _other(folder: Path) -> str:
+    """What to do with weights of another format, if there are any."""
+    others = sorted(path.name for suffix in OTHER_WEIGHTS for path in folder.glob(f"*{suffix}"))
+    if not others:
+        return ""
+    more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+    return (
+        f" It has {others[0]}{more}, which Laminar does not read. Convert it once, beside its tokenizer: "
+        f"AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(DIR)."
+    )
 
 
 def check_data(path: Path, data: TrainData | Evaluation) -> None:
