@@ -219,6 +219,8 @@ class Members:
         member.stream = None
         if now_s - self._ticked_s > STREAM_LAG_S or now_s - self._stood_still_s < SILENT_S:
             return None
+        if member.state is MemberState.STOPPED:
+            return None  # it has said goodbye
         member.suspect = True
         return member
 
@@ -233,7 +235,8 @@ class Members:
                 # Whoever was heard since the pause needs no allowance for it.
                 member.heard_s = min(now_s, member.heard_s + lag_s)
                 member.progress_s = min(now_s, member.progress_s + lag_s)
-        silent = [m for m in self.all() if not (m.suspect or m.fenced) and now_s - m.heard_s > SILENT_S]
+        quiet = [m for m in self.all() if not (m.suspect or m.fenced or m.state is MemberState.STOPPED)]
+        silent = [member for member in quiet if now_s - member.heard_s > SILENT_S]
         for member in silent:
             member.suspect = True
         return silent

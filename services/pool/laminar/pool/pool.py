@@ -34,6 +34,7 @@ from laminar.wire.messages import (
     Fence,
     Heartbeat,
     HeartbeatReply,
+    MemberState,
     PoolView,
     Register,
     Registered,
@@ -111,8 +112,11 @@ class Pool:
 
     async def heartbeat(self, beat: Heartbeat) -> HeartbeatReply:
         books = self.books
-        self.member(beat.slot, beat.incarnation)
+        left = self.member(beat.slot, beat.incarnation).state is MemberState.STOPPED
         member, changed = books.members.beat(beat, books.clock.monotonic_s())
+        if member.register.role is Role.ROLLOUT and beat.state is MemberState.STOPPED and not left:
+            # All that it generated has arrived before this goodbye.
+            self.rollouts.lose(member.holder, "it leaves")
         if member.register.role is Role.RELAY:
             for held in beat.held:
                 self.training.remind_complete(beat.slot, held.version, held.digest)

@@ -237,6 +237,9 @@ class Rollouts:
         watch.observe(graded=reward is not None, detail=detail)
         if reward is None:
             books.conditions[UNGRADED] = watch.condition
+        warning = watch.take_warning()
+        if warning:
+            books.event("ungraded", warning)
         if watch.broken and not books.failed_reason:
             books.failed_reason = watch.broken
             books.event("failed", watch.broken)
@@ -276,7 +279,9 @@ class Rollouts:
         self._cancel(source, moved, reason)
         for destination in sorted({move.to for move in moved if move.to is not None}):
             self._adopt(destination, [move.sample for move in moved if move.to == destination], reason)
-        books.event("redirect", _redirect_text(source, moved, num_evals, reason))
+        if books.phase not in _OVER:
+            # Of a job that has ended nothing goes on anywhere, so nobody needs to hear of it.
+            books.event("redirect", _redirect_text(source, moved, num_evals, reason))
         books.news.leases.notify()
 
     def adopt_unconfirmed(self, holder: Holder) -> None:

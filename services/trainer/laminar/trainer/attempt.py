@@ -42,7 +42,6 @@ class Attempt:
         settings: TrainerSettings,
         learner: Learner,
         folder: ModelFolder,
-        keep: int,
         pulse: Pulse,
         stop_asked: Callable[[], bool],
     ) -> None:
@@ -54,7 +53,7 @@ class Attempt:
         self._ranks = learner.policy.ranks
         self._books = Books(settings, f"rank-{self._ranks.rank}")
         self._checkpointer = Checkpointer(
-            settings.checkpoints, settings.attempt, keep, self._ranks, lambda: Books(settings, "checkpoint")
+            settings.checkpoints, settings.attempt, self._ranks, lambda: Books(settings, "checkpoint")
         )
         self._entries = _wire_layout(learner, folder)
         self._publisher: Publisher | None = None
@@ -141,7 +140,7 @@ class Attempt:
             self.checkpoint(step)
         self._pulse.mark(Phase.SAVE)
         self._checkpointer.finish()
-        self._checkpointer.check()
+        self._checkpointer.require_saved()
         if done:
             if self._settings.model_out is not None:
                 self._write_model(self._settings.model_out)

@@ -66,7 +66,7 @@ def run(settings: TrainerSettings, job: LaminarJob) -> None:
     ranks = Ranks.from_torchrun()
     folder = inspect(model_folder(job))
     learner = Learner(Policy.load(folder, ranks), training_plan(job.spec))
-    attempt = Attempt(settings, learner, folder, job.spec.trainer.checkpoint.keep, pulse, stop.is_set)
+    attempt = Attempt(settings, learner, folder, pulse, stop.is_set)
     train(job.spec, attempt, learner)
     attempt.close()
     pulse.close()
