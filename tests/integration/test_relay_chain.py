@@ -461,34 +461,54 @@ def test_a_relay_that_was_stopped_for_a_while_does_not_become_a_second_upstream(
     middle.process.send_signal(signal.SIGCONT)
     until(lambda: middle.call("/v1/relay")["declined"] == {} and master.call("/v1/relay")["downstream"] == "relay-2")
     publish(master, 3)
-    until(lambda: "relay-2" in scene.pool.holders(3))
+    # The one that was passed by is fed beside the chain, without a new list.
+    until(lambda: {"relay-1", "relay-2"} <= scene.pool.holders(3))
     states = [relay.call("/v1/relay") for relay in (master, middle, tail)]
     assert [state["bypasses"] for state in states] == [1, 0, 0]
     assert states[2]["received_bytes"] == 3 * SIZE
+    assert scene.pool.beats["relay-0"]["lost_neighbours"] == ["relay-1"]
     scene.publish_epoch(master, tail, middle)
-    until(lambda: "relay-1" in scene.pool.holders(3))
-    assert_readable(middle, 3)
+    publish(master, 4)
+    until(lambda: "relay-1" in scene.pool.holders(4))
+    assert tail.call("/v1/relay")["forwarded_bytes"] == SIZE
+    assert_readable(middle, 4)
 
 
-def test_a_killed_masters_version_is_finished_by_sending_the_rest_to_the_next(scene: Scene) -> None:
+def test_a_killed_masters_version_is_finished_within_a_second_more_by_sending_the_rest_to_the_next(
+    scene: Scene,
+) -> None:
     master, second, tail = scene.start(3)
     scene.publish_epoch(master, second, tail)
+    began_s = time.monotonic()
+    PacedTrainer(master, 1).join()
+    until(lambda: len(scene.pool.holders(1)) == 3)
+    undisturbed_s = time.monotonic() - began_s
     arrivals = Arrivals(tail)
     try:
-        trainer = PacedTrainer(master, 1)
-        until(lambda: arrivals.seen[-1][1] > 20 * SMALL_CHUNK)
+        began_s = time.monotonic()
+        trainer = PacedTrainer(master, 2)
+        until(lambda: arrivals.seen[-1][1] > SIZE + 20 * SMALL_CHUNK)
         master.kill()
         killed_s = time.monotonic()
+        scene.publish_epoch(second, tail)
+        until(lambda: [relay.call("/v1/relay")["epoch"] for relay in (second, tail)] == [scene.epoch] * 2)
+        epoch_s = time.monotonic() - killed_s
         trainer.join()
         assert trainer.lost_s is not None
-        assert trainer.lost_s - killed_s < 1.0
-        scene.publish_epoch(second, tail)
-        PacedTrainer(second, 1).join()
-        until(lambda: scene.pool.holders(1) == {"relay-1", "relay-2"})
+        lost_s = trainer.lost_s - killed_s
+        PacedTrainer(second, 2).join()
+        until(lambda: scene.pool.holders(2) == {"relay-1", "relay-2"})
+        disturbed_s = time.monotonic() - began_s
     finally:
         arrivals.stop()
+    more_s = disturbed_s - undisturbed_s
+    seen = f"epoch {epoch_s:.3f} s, loss seen {lost_s:.3f} s, {more_s:.3f} s more than {undisturbed_s:.3f} s"
+    print(f"{seen}, observer late by up to {arrivals.delay_s:.3f} s")
+    # The observer's own delay shows what other work on this machine adds to each of the few steps.
+    assert epoch_s < 1.0 + 2 * arrivals.delay_s, seen
+    assert more_s < 1.0 + 4 * arrivals.delay_s, seen
     state = tail.call("/v1/relay")
-    assert state["received_bytes"] == SIZE
+    assert (state["received_bytes"], state["aborted_versions"]) == (2 * SIZE, 0)
 
 
 def test_a_relay_joins_in_the_middle_of_a_broadcast(scene: Scene) -> None:

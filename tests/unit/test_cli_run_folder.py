@@ -20,6 +20,7 @@ from laminar.cli.run_folder import (
     claim,
     new_record,
 )
+from laminar.wire.sources import absolute
 from laminar.wire.spec import LaminarJob
 
 
@@ -217,7 +218,7 @@ def test_a_reward_function_that_is_not_defined_is_refused(tmp_path: Path) -> Non
 
     def with_function(text: str) -> LaminarJob:
         base["spec"]["rewards"] = [{"name": "own", "type": "python", "function": text}]
-        return sources.absolute(LaminarJob.model_validate(base), tmp_path)
+        return absolute(LaminarJob.model_validate(base), tmp_path)
 
     sources.check(with_function("score.py:grade"))
     with pytest.raises(BadInput, match="defines no 'reward'. It defines: grade"):
@@ -225,7 +226,7 @@ def test_a_reward_function_that_is_not_defined_is_refused(tmp_path: Path) -> Non
 
 
 def test_relative_sources_count_from_the_job_file(tmp_path: Path) -> None:
-    moved = sources.absolute(job(model="file:models/../a"), tmp_path)
+    moved = absolute(job(model="file:models/../a"), tmp_path)
     assert moved.spec.model.source == f"file:{tmp_path / 'a'}"
 
 

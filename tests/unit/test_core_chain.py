@@ -1,6 +1,7 @@
 """The membership list of the relay chain and the rule of one upstream."""
 
 import random
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -140,6 +141,12 @@ def test_a_member_that_was_passed_by_does_not_become_a_second_upstream_in_this_e
     assert judge_upstream(linked(1), "b", Standing(Epoch(4), 0)) is UpstreamVerdict.ACCEPT
 
 
+def test_once_the_link_that_passed_it_by_has_ended_the_neighbour_may_send_again() -> None:
+    assert judge_upstream(linked(1).unlinked(), "b", Standing(Epoch(3), 0)) is UpstreamVerdict.ACCEPT
+    later = replace(linked(1), linked=Standing(Epoch(4), 1)).unlinked()
+    assert judge_upstream(later, "b", Standing(Epoch(3), 0)) is UpstreamVerdict.LOWER_EPOCH
+
+
 def test_a_link_must_join_the_members_that_its_bypass_count_says() -> None:
     assert judge_upstream(linked(0), "b", Standing(Epoch(3), 1)) is UpstreamVerdict.NOT_UPSTREAM
     assert judge_upstream(linked(0), "d", Standing(Epoch(3), 5)) is UpstreamVerdict.NOT_UPSTREAM
@@ -154,6 +161,15 @@ def test_only_a_relay_that_is_fed_passes_a_lost_neighbour_by() -> None:
 def test_a_walk_passes_each_member_by_and_begins_again() -> None:
     walk = Walk(("b", "c"))
     assert [walk.target, walk.pass_by(), walk.target, walk.pass_by(), walk.target] == ["b", True, "c", False, "b"]
+
+
+def test_a_walk_knows_whom_it_has_passed_by_until_it_is_back_at_the_neighbour() -> None:
+    walk = Walk(("b", "c", "d"))
+    seen = [walk.passed]
+    for _ in range(3):
+        walk.pass_by()
+        seen.append(walk.passed)
+    assert seen == [(), ("b",), ("b", "c"), ()]
 
 
 def test_a_new_list_makes_a_bypass_to_a_link_of_neighbours() -> None:

@@ -14,6 +14,7 @@ from laminar.core.groups import (
     fill_to,
     num_updates,
     pack,
+    share_prompt,
     slice_groups,
     split_updates,
 )
@@ -78,6 +79,39 @@ def test_micro_batches_keep_the_budget_unless_one_sequence_is_longer(sizes: list
     plan = pack(sizes, budget)
     assert sorted(i for batch in plan for i in batch) == list(range(len(sizes)))
     assert all(len(batch) == 1 or max(sizes[i] for i in batch) * len(batch) <= budget for batch in plan)
+
+
+def row_costs(prompt: int, rows: tuple[tuple[int, ...], ...], responses: list[int], even_columns: int) -> list[float]:
+    widths = [prompt + sum(responses[i] for i in row) for row in rows]
+    return [width + width**2 / even_columns for width in widths]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "responses", "rows"),
+    [
+        (23, [14] * 8, ((0, 1, 2, 3, 4, 5, 6, 7),)),  # the example: one row of 135
+        (23, [14, 14, 160, 14], ((0, 1, 2, 3),)),  # a long one joins while little is there
+        (23, [60, 160, 14], ((0, 2), (1,))),
+        (1, [100, 100], ((0,), (1,))),  # a prompt of one token is cheaper computed again
+        (1000, [2000] * 3, ((0,), (1,), (2,))),
+        (10, [], ()),
+    ],
+)
+def test_responses_share_a_row_where_that_is_cheaper(
+    prompt: int, responses: list[int], rows: tuple[tuple[int, ...], ...]
+) -> None:
+    assert share_prompt(prompt, responses, 6 * 128) == rows
+
+
+@given(st.integers(1, 3000), st.lists(st.integers(1, 3000), max_size=16), st.integers(1, 50_000))
+def test_shared_rows_hold_each_response_once_and_cost_no_more_than_rows_of_one(
+    prompt: int, responses: list[int], even_columns: int
+) -> None:
+    rows = share_prompt(prompt, responses, even_columns)
+    assert sorted(i for row in rows for i in row) == list(range(len(responses)))
+    alone = tuple((i,) for i in range(len(responses)))
+    cost, apart = (sum(row_costs(prompt, plan, responses, even_columns)) for plan in (rows, alone))
+    assert cost <= apart * (1 + 1e-9)
 
 
 def test_a_plan_is_filled_with_empty_micro_batches() -> None:

@@ -360,6 +360,24 @@ def test_a_dead_neighbour_is_reported_until_the_next_epoch(scene: Scene) -> None
     assert third.plane.view().lost_neighbours == ()
 
 
+def test_a_neighbour_whose_last_word_was_lost_is_passed_by_and_fed_all_the_same(scene: Scene) -> None:
+    first, second, third = scene.add(), scene.add(), scene.add()
+    scene.chain(first, second, third)
+    scene.publish(first, 1)
+    until(lambda: third.held() == [1])
+    held = second.plane._membership._upstream
+    assert held is not None
+    held[1].interrupt()
+    until(lambda: first.plane.view().downstream == "relay-2")
+    scene.publish(first, 2)
+    until(lambda: all(relay.held() == [1, 2] for relay in scene.relays))
+    assert first.plane.view().lost_neighbours == ("relay-1",)
+    scene.chain(first, third, second)
+    scene.publish(first, 3)
+    until(lambda: all(relay.held() == [1, 2, 3] for relay in scene.relays))
+    assert third.plane.view().counters.forwarded_bytes == SIZE
+
+
 def test_publications_back_to_back_end_with_the_newest_everywhere(scene: Scene) -> None:
     relays = [scene.add() for _ in range(3)]
     scene.chain(*relays)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from laminar.core.groups import LAMINAR_ADVANTAGES, TRL_ADVANTAGES, AdvantageRule, pack
-from laminar.trainer.batches import MicroBatch, Trajectory, micro_batch, trajectories
+from laminar.trainer.batches import MicroBatch, Row, Trajectory, micro_batch, row_tokens, trajectories
 from laminar.trainer.learner import gradient_norm
-from laminar.trainer.loss import LossRule, Normalisation, Totals, clipped_loss, sequence_weights
+from laminar.trainer.loss import LossRule, LossTerms, Normalisation, Totals, clipped_loss, sequence_weights
 from laminar.trainer.model_folder import inspect
 from laminar.trainer.policy import Policy
 from laminar.trainer.ranks import Ranks
@@ -70,20 +70,33 @@ def behaviour(row: int) -> list[float]:
     return BATCH["old_logprobs"][row][: len(response(row))].tolist()
 
 
-def micro_batches(items: list[Trajectory], rule: LossRule) -> list[MicroBatch]:
-    lengths = [len(item.response) for item in items]
-    weights = sequence_weights(lengths, rule, Totals(sum(lengths), len(items)))
-    plan = pack([item.num_tokens for item in items], 1500)
-    return [micro_batch([items[i] for i in indexes], [weights[i] for i in indexes]) for indexes in plan]
+def micro_batches(
+    groups: list[list[Trajectory]], rule: LossRule, rows_of: Callable[[Row], Sequence[Row]]
+) -> list[MicroBatch]:
+    lengths = [len(item.response) for items in groups for item in items]
+    weights = iter(sequence_weights(lengths, rule, Totals(sum(lengths), len(lengths))))
+    rows = [row for items in groups if items for row in rows_of([(item, next(weights)) for item in items])]
+    plan = pack([row_tokens([item for item, _ in row]) for row in rows], 1500)
+    return [micro_batch([rows[i] for i in indexes]) for indexes in plan]
 
 
-def loss_and_norm(policy: Policy, rule: LossRule, advantage_rule: AdvantageRule) -> tuple[float, float]:
-    items = [item for group in recorded_groups() for item in trajectories(group, advantage_rule)]
+def alone(group: Row) -> list[Row]:
+    return [[pair] for pair in group]
+
+
+def terms_of(policy: Policy, batch: MicroBatch, rule: LossRule) -> LossTerms:
+    logprobs = policy.logprobs(batch, rule.temperature)
+    return clipped_loss(logprobs, batch.behaviour, batch.advantages, batch.weights, rule)
+
+
+def loss_and_norm(
+    policy: Policy, rule: LossRule, advantage_rule: AdvantageRule, rows_of: Callable[[Row], Sequence[Row]] = alone
+) -> tuple[float, float]:
+    groups = [trajectories(group, advantage_rule) for group in recorded_groups()]
     policy.module.zero_grad()
     loss = 0.0
-    for batch in micro_batches(items, rule):
-        logprobs = policy.logprobs(batch, rule.temperature)
-        terms = clipped_loss(logprobs, batch.behaviour, batch.mask, batch.advantages, batch.weights, rule)
+    for batch in micro_batches(groups, rule, rows_of):
+        terms = terms_of(policy, batch, rule)
         terms.loss.backward()
         loss += terms.loss.item()
     return loss, gradient_norm(policy, limit=float("inf"))
@@ -105,29 +118,46 @@ def test_loss_and_gradient_equal_those_of_trl(policies: dict[str, Policy], kind:
     assert norm == pytest.approx(expected["grad_norm"], abs=1e-6)
 
 
+@pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize(
     ("theta", "expected_loss", "expected_norm"),
     [("theta0", 0.09921008, 0.26067981), ("theta1", 0.10390618, 0.39283150)],
 )
 def test_loss_and_gradient_of_our_own_convention(
-    policies: dict[str, Policy], theta: str, expected_loss: float, expected_norm: float
+    policies: dict[str, Policy], theta: str, expected_loss: float, expected_norm: float, is_shared: bool
 ) -> None:
-    loss, norm = loss_and_norm(policies[theta], LossRule(), LAMINAR_ADVANTAGES)
+    policy = policies[theta]
+    loss, norm = loss_and_norm(policy, LossRule(), LAMINAR_ADVANTAGES, policy.rows if is_shared else alone)
     assert loss == pytest.approx(expected_loss, abs=1e-6)
     assert norm == pytest.approx(expected_norm, abs=1e-6)
 
 
+def test_responses_of_a_group_share_one_copy_of_the_prompt(policies: dict[str, Policy]) -> None:
+    groups = [trajectories(group, TRL_ADVANTAGES) for group in recorded_groups()]
+    shared = micro_batches(groups, LossRule(), policies["theta0"].rows)
+    apart = micro_batches(groups, LossRule(), alone)
+    assert sum(batch.tokens.numel() for batch in shared) < 0.6 * sum(batch.tokens.numel() for batch in apart)
+    assert sum(len(batch.targets) for batch in shared) == sum(len(batch.targets) for batch in apart)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize(("theta", "stored"), [("theta0", "old_logprobs"), ("theta1", "perturbed_logprobs")])
-def test_padded_logprobs_equal_the_recorded_ones(policies: dict[str, Policy], theta: str, stored: str) -> None:
-    items = [item for group in recorded_groups() for item in trajectories(group, TRL_ADVANTAGES)]
-    rows = [row for number in sorted(set(BATCH["group"].tolist())) for row in np.flatnonzero(BATCH["group"] == number)]
+def test_logprobs_equal_the_recorded_ones(
+    policies: dict[str, Policy], theta: str, stored: str, is_shared: bool
+) -> None:
+    rows = [
+        row
+        for number in sorted(set(BATCH["group"].tolist()))
+        for row in np.flatnonzero(BATCH["group"] == number).tolist()
+    ]
+    expected = iter([BATCH[stored][row][: len(response(row))] for row in rows])
+    policy = policies[theta]
     with torch.no_grad():
-        for index in range(0, len(items), 8):
-            batch = micro_batch(items[index : index + 8], [1.0] * 8)
-            logprobs = policies[theta].logprobs(batch, 1.0)
-            for values, mask, row in zip(logprobs, batch.mask, rows[index : index + 8], strict=True):
-                found = values[mask.bool()].numpy()
-                assert np.abs(found - BATCH[stored][row][: len(found)]).max() <= 2e-5
+        for group in recorded_groups():
+            pairs = [(item, 1.0) for item in trajectories(group, TRL_ADVANTAGES)]
+            found = policy.logprobs(micro_batch(policy.rows(pairs) if is_shared else alone(pairs)), 1.0).numpy()
+            wanted = np.concatenate([next(expected) for _ in pairs])
+            assert np.abs(found - wanted).max() <= 2e-5
 
 
 def test_the_advantages_equal_the_recorded_ones() -> None:
@@ -138,34 +168,32 @@ def test_the_advantages_equal_the_recorded_ones() -> None:
 
 
 def test_the_clip_fraction_equals_the_recorded_one(policies: dict[str, Policy]) -> None:
-    items = [item for group in recorded_groups() for item in trajectories(group, TRL_ADVANTAGES)]
-    rule = LossRule()
+    groups = [trajectories(group, TRL_ADVANTAGES) for group in recorded_groups()]
     clipped = tokens = 0.0
     with torch.no_grad():
-        for batch in micro_batches(items, rule):
-            logprobs = policies["theta1"].logprobs(batch, 1.0)
-            terms = clipped_loss(logprobs, batch.behaviour, batch.mask, batch.advantages, batch.weights, rule)
+        for batch in micro_batches(groups, LossRule(), alone):
+            terms = terms_of(policies["theta1"], batch, LossRule())
             clipped += terms.num_clipped
             tokens += terms.num_tokens
     assert clipped / tokens == pytest.approx(0.0156021, abs=1e-6)
 
 
-def test_a_micro_batch_without_trajectories_has_no_loss_and_no_gradient(policies: dict[str, Policy]) -> None:
-    policy, rule = policies["theta0"], LossRule()
+def test_a_micro_batch_without_trajectories_has_no_loss_and_a_gradient_of_zero(policies: dict[str, Policy]) -> None:
+    policy = policies["theta0"]
     policy.module.zero_grad()
-    batch = micro_batch([], [])
-    logprobs = policy.logprobs(batch, 1.0)
-    terms = clipped_loss(logprobs, batch.behaviour, batch.mask, batch.advantages, batch.weights, rule)
+    terms = terms_of(policy, micro_batch([]), LossRule())
     terms.loss.backward()
     assert terms.loss.item() == 0.0 and terms.num_tokens == 0
+    # Zeros, not None: under FSDP each backward pass is a collective that reduces every gradient.
+    assert all(parameter.grad is not None for parameter in policy.module.parameters())
     assert gradient_norm(policy, limit=float("inf")) == 0.0
 
 
 def test_a_temperature_divides_the_logits(policies: dict[str, Policy]) -> None:
-    items = trajectories(recorded_groups()[0], TRL_ADVANTAGES)
-    batch = micro_batch(items, [1.0] * len(items))
+    item = trajectories(recorded_groups()[0], TRL_ADVANTAGES)[0]
+    batch = micro_batch([[(item, 1.0)]])
     with torch.no_grad():
-        logits = policies["theta0"].module(input_ids=batch.tokens, use_cache=False).logits[:, batch.first : -1]
+        logits = policies["theta0"].module(input_ids=batch.tokens, use_cache=False).logits[0, batch.first :]
         expected = torch.log_softmax(logits / 0.7, -1).gather(-1, batch.targets.unsqueeze(-1)).squeeze(-1)
         found = policies["theta0"].logprobs(batch, 0.7)
     assert (found - expected).abs().max().item() < 1e-5

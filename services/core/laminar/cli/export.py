@@ -12,6 +12,7 @@ from laminar.cli.checkpoints import find, whole_steps
 from laminar.cli.errors import BadInput
 from laminar.cli.run_data import open_run
 from laminar.cli.run_folder import RunFolder
+from laminar.wire.sources import local_path
 from laminar.wire.spec import LaminarJob
 
 EXPORT_S = 3600.0
@@ -49,7 +50,7 @@ def _copy(folder: RunFolder, target: Path) -> Path:
 
 def _run_exporter(job: LaminarJob, checkpoint: Path, target: Path) -> None:
     """In its own process: this one never loads torch."""
-    model = job.spec.model.source.removeprefix("file:")
+    model = str(local_path(job.spec.model.source))
     command = [
         sys.executable, "-P", "-m", "laminar.trainer.export",
         "--checkpoint", str(checkpoint), "--model", model, "--out", str(target),

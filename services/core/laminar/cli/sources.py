@@ -11,7 +11,6 @@ import asyncio
 import difflib
 import importlib
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,12 +18,9 @@ from typing import Any, cast
 
 from laminar.cli.errors import BadInput
 from laminar.shell.process import child_environment
-from laminar.wire import job_file
-from laminar.wire.spec import Evaluation, JobSpec, LaminarJob, Reward, TrainData
+from laminar.wire.sources import RecipeUse, is_file, local_path, recipes_of, with_recipes
+from laminar.wire.spec import Evaluation, LaminarJob, Reward, TrainData
 
-FILE, RECIPE = "file:", job_file.RECIPE
-FIXED_SEED = 0
-"""Of the recipes that stay the same for every `data.seed`."""
 Report = Callable[[str], None]
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 """All read as one JSON object a line."""
@@ -32,51 +28,17 @@ OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 MAX_RECIPE_LINE_BYTES = 2**20
 
 
-def absolute(job: LaminarJob, folder: Path) -> LaminarJob:
-    """The same job with `file:` sources and reward functions absolute; `folder` is where relative ones start."""
-
-    def source(text: str) -> str:
-        return f"{FILE}{_join(folder, text.removeprefix(FILE))}" if text.startswith(FILE) else text
-
-    def reward(entry: Reward) -> Reward:
-        if entry.function is None:
-            return entry
-        path, _, name = entry.function.rpartition(":")
-        return entry.model_copy(update={"function": f"{_join(folder, path)}:{name}"})
-
-    job = _with_sources(job, source)
-    rewards = [reward(entry) for entry in job.spec.rewards]
-    return job.model_copy(update={"spec": job.spec.model_copy(update={"rewards": rewards})})
-
-
 async def resolve(job: LaminarJob, report: Report) -> LaminarJob:
-    """The absolute job with every recipe made and named by its file. Raises BadInput with the recipe's own words.
-
-    Training data follow `data.seed`. Models and evaluations are those of seed 0, whatever the seed: runs that differ
-    in the seed alone start from the same weights and are measured on the same questions.
-    """
-    prompts = job.spec.data.train.source
+    """The absolute job with every recipe made and named by its file. Raises BadInput with the recipe's own words."""
     async with asyncio.TaskGroup() as group:
-        tasks = {name: group.create_task(_make(name, FIXED_SEED, report)) for name in _fixed_recipes(job)}
-        drawn = prompts.removeprefix(RECIPE) if prompts.startswith(RECIPE) else None
-        training = group.create_task(_make(drawn, job.spec.data.seed, report)) if drawn else None
-    made = {name: _path(task.result()) for name, task in tasks.items()}
-    if training is not None:
-        path = _path(training.result())
-        job = _with_sources(job, lambda source: source, train=lambda _: f"{FILE}{path}")
-    return job_file.resolve(job, Path("/"), made)
-
-
-def _fixed_recipes(job: LaminarJob) -> list[str]:
-    """Names of the recipes that do not follow the seed, each once."""
-    sources = [job.spec.model.source, *(entry.source for entry in job.spec.evaluations)]
-    return list(dict.fromkeys(source.removeprefix(RECIPE) for source in sources if source.startswith(RECIPE)))
-
-
-def _path(outcome: Path | str) -> Path:
-    if isinstance(outcome, str):
-        raise BadInput(outcome)
-    return outcome
+        tasks = {use: group.create_task(_make(use, report)) for use in recipes_of(job)}
+    made: dict[RecipeUse, Path] = {}
+    for use, task in tasks.items():
+        outcome = task.result()
+        if not isinstance(outcome, Path):
+            raise BadInput(outcome)
+        made[use] = outcome
+    return with_recipes(job, made)
 
 
 def check(job: LaminarJob) -> None:
@@ -85,11 +47,11 @@ def check(job: LaminarJob) -> None:
     Recipes are passed over: what they make is right by construction.
     """
     spec = job.spec
-    if spec.model.source.startswith(FILE):
-        check_model(Path(spec.model.source.removeprefix(FILE)))
+    if is_file(spec.model.source):
+        check_model(local_path(spec.model.source))
     for data in (spec.data.train, *spec.evaluations):
-        if data.source.startswith(FILE):
-            check_data(Path(data.source.removeprefix(FILE)), data)
+        if is_file(data.source):
+            check_data(local_path(data.source), data)
     for reward in spec.rewards:
         if reward.function is not None:
             check_function(reward)
@@ -179,10 +141,10 @@ def check_function(reward: Reward) -> None:
         )
 
 
-async def _make(name: str, seed: int, report: Report) -> Path | str:
+async def _make(use: RecipeUse, report: Report) -> Path | str:
     """The path that the recipe made, or why there is none."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-P", "-m", "laminar.recipes", "build", name, "--seed", str(seed),
+        sys.executable, "-P", "-m", "laminar.recipes", "build", use.name, "--seed", str(use.seed),
         stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         env=child_environment(), limit=MAX_RECIPE_LINE_BYTES,
     )  # fmt: skip
@@ -195,7 +157,7 @@ async def _make(name: str, seed: int, report: Report) -> Path | str:
                 text = line.decode(errors="replace").strip()
                 if text:
                     last_error = text
-                    report(f"{name}: {text}")
+                    report(f"{use.name}: {text}")
         code = await process.wait()
     finally:
         if process.returncode is None:
@@ -203,28 +165,8 @@ async def _make(name: str, seed: int, report: Report) -> Path | str:
             await process.wait()
     lines = printed.result().decode().splitlines()
     if code != 0 or not lines:
-        return last_error or f"The recipe '{name}' ended with exit code {code} and said nothing."
+        return last_error or f"The recipe '{use.name}' ended with exit code {code} and said nothing."
     return Path(str(json.loads(lines[-1])["path"]))
-
-
-def _join(folder: Path, text: str) -> Path:
-    return Path(os.path.normpath(folder.absolute() / Path(text).expanduser()))
-
-
-def _with_sources(
-    job: LaminarJob, change: Callable[[str], str], train: Callable[[str], str] | None = None
-) -> LaminarJob:
-    """`train`: for the training data, if their source is changed otherwise."""
-    spec = job.spec
-    prompts = spec.data.train.model_copy(update={"source": (train or change)(spec.data.train.source)})
-    changed: JobSpec = spec.model_copy(
-        update={
-            "model": spec.model.model_copy(update={"source": change(spec.model.source)}),
-            "data": spec.data.model_copy(update={"train": prompts}),
-            "evaluations": [entry.model_copy(update={"source": change(entry.source)}) for entry in spec.evaluations],
-        }
-    )
-    return job.model_copy(update={"spec": changed})
 
 
 def _jsonl_columns(path: Path, where: str) -> set[str]:

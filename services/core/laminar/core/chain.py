@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from laminar.core.identity import Epoch, Incarnation, Version
@@ -83,18 +83,23 @@ class UpstreamVerdict(Enum):
     NOT_UPSTREAM = "notUpstream"
     """By the list of this very epoch this link does not join these two."""
     BYPASSED = "bypassed"
-    """In this epoch a member further up has passed the asking one by."""
+    """A member further up, which has passed the asking one by, sends here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A relay's own knowledge: the list in force and the standing of the upstream link it accepted last, if any."""
+    """A relay's own knowledge: the list in force, and the links that brought it data.
+
+    The epoch never goes back. The bypass count counts only while its link lasts: once that has ended, any member that
+    the list puts before this one may send.
+    """
 
     slot: str
     epoch: Epoch
     members: tuple[str, ...]
     """Slots, master first; empty before the first list."""
     linked: Standing | None = None
+    """Of the upstream link in force; after it has ended, its epoch without its bypass count."""
 
     @property
     def index(self) -> int | None:
@@ -129,6 +134,10 @@ class Place:
         index = self.index
         return () if index is None else self.members[index + 1 :]
 
+    def unlinked(self) -> Place:
+        """The upstream link has ended."""
+        return self if self.linked is None else replace(self, linked=Standing(self.linked.epoch))
+
     def standing_towards(self, slot: str) -> Standing | None:
         """Of a link from here to `slot`; None: by the list in force it does not stand behind this relay."""
         return Standing(self.epoch, self.behind.index(slot)) if slot in self.behind else None
@@ -137,7 +146,8 @@ class Place:
 def judge_upstream(place: Place, offered_slot: str, offered: Standing) -> UpstreamVerdict:
     """One upstream at a time: the highest standing, if it joins the members that the list says.
 
-    An upstream of a later epoch is accepted before the list itself has arrived: the driver sent it that list.
+    So a relay that was stopped, and wakes, does not take the place of the one that passed it by. An upstream of a
+    later epoch is accepted before the list itself has arrived: the driver sent it that list.
     """
     in_force = place.in_force
     if offered.epoch < in_force.epoch:
@@ -161,7 +171,8 @@ def may_bypass(place: Place, *, has_upstream: bool) -> bool:
 class Walk:
     """Which member a relay sends to: the neighbour, or whoever stands behind the lost ones. Starts at the neighbour.
 
-    After the last member it begins again: somebody may have come back.
+    Those passed by are knocked at until the next list, and fed beside the target if they answer: it may have been a
+    short stop, or only the link that was lost. After the last member it begins again at the neighbour.
     """
 
     def __init__(self, behind: tuple[str, ...]) -> None:
@@ -171,6 +182,11 @@ class Walk:
     @property
     def target(self) -> str | None:
         return self._behind[self._position] if self._behind else None
+
+    @property
+    def passed(self) -> tuple[str, ...]:
+        """Members between this relay and its target."""
+        return self._behind[: self._position]
 
     def renew(self, behind: tuple[str, ...]) -> bool:
         """A new list. True: the target stays, since it is now the neighbour."""

@@ -4,6 +4,7 @@ A batch is a list of groups (all samples of one prompt). It is cut three times, 
 
     batch --slice_groups--> ranks --split_updates--> updates (one optimizer step each) --pack--> micro-batches
 
+`share_prompt` cuts a group into the rows of those micro-batches: its responses may share one row and one prompt.
 Every function is pure and sees only sizes in tokens; the order of a batch is the sealed order and is kept.
 """
 
@@ -77,6 +78,29 @@ def split_updates(num_groups: int, updates: int) -> tuple[range, ...]:
     if updates < 1:
         raise ValueError(f"updates must be at least 1, got {updates}")
     return tuple(range(num_groups * u // updates, num_groups * (u + 1) // updates) for u in range(updates))
+
+
+def share_prompt(prompt: int, responses: Sequence[int], even_columns: int) -> tuple[tuple[int, ...], ...]:
+    """Rows of one group: indexes of the responses that follow the same copy of the prompt, in order.
+
+    `prompt` and `responses` are lengths in tokens; a row of W tokens costs W + W^2 / even_columns, because attention
+    in a row is computed for all its columns: `even_columns` is the width at which it costs as much as the rest of the
+    model. A response of n tokens joins a row that holds r response tokens while that is cheaper than a row of its own:
+    2 n r < prompt (even_columns + prompt).
+    """
+    rows: list[list[int]] = []
+    held: list[int] = []
+    gain = prompt * (even_columns + prompt)
+    for index, length in enumerate(responses):
+        for row, tokens in enumerate(held):
+            if 2 * length * tokens < gain:
+                rows[row].append(index)
+                held[row] += length
+                break
+        else:
+            rows.append([index])
+            held.append(length)
+    return tuple(map(tuple, rows))
 
 
 def pack(num_tokens: Sequence[int], budget_tokens: int) -> tuple[tuple[int, ...], ...]:

@@ -18,7 +18,7 @@ from laminar.relay.uses import Pin, VersionLost
 from laminar.shell.feeding import SLICE_S, Feed, LinkReplaced
 from laminar.shell.handover import PURPOSE
 from laminar.shell.logs import fields
-from laminar.shell.transport import Conn, PeerLost, Waker, connect, prove_as_client, recv_message, send_message
+from laminar.shell.transport import Conn, Dial, PeerLost, Waker, prove_as_client, recv_message, send_message
 from laminar.wire.links import SMALL_MESSAGE_BYTES, Hello, LinkKind, LinkVerdict, OfferVerdict, Welcome
 from laminar.wire.messages import ChainMember
 
@@ -32,8 +32,9 @@ LAST_PAUSE_S = 1.0
 
 class DownstreamLink:
     """One thread. Life: connect -> prove -> hello -> (wait for a version -> forward it)*; again after each loss, then
-    with the next member of the list if this relay may pass the lost one by.
+    with the next member of the list if this relay may pass the lost one by. `on_walk` is called when it has done so.
 
+    With `beside` it goes to that member, which the chain's own link has passed by, and nowhere else.
     Ends by `stop` (with a goodbye, so that the neighbour does not report us lost) or by `cut`.
     """
 
@@ -44,16 +45,22 @@ class DownstreamLink:
         store: VersionStore,
         counters: Counters,
         meter: LinkMeter,
+        dial: Dial,
         on_change: Callable[[], None],
+        on_walk: Callable[[], None],
         fail: Callable[[BaseException], None],
+        beside: str | None = None,
     ) -> None:
         self._credentials = credentials
         self._membership = membership
         self._store = store
         self._counters = counters
         self._meter = meter
+        self._dial = dial
         self._on_change = on_change
+        self._on_walk = on_walk
         self._fail = fail
+        self._beside = beside
         self._waker = Waker()
         self._stopping = False
         self._is_cut = False
@@ -61,7 +68,7 @@ class DownstreamLink:
         self._member: ChainMember | None = None
         self._lock = threading.Lock()
         self._pause_s = FIRST_PAUSE_S
-        self._thread = threading.Thread(target=self._run, name="downstream")
+        self._thread = threading.Thread(target=self._run, name="downstream" if beside is None else "beside")
 
     def start(self) -> None:
         self._store.subscribe(self._waker)
@@ -99,7 +106,9 @@ class DownstreamLink:
 
     def _run(self) -> None:
         try:
-            while not self._stopping and (aim := self._membership.downstream) is not None:
+            if self._beside is not None:
+                self._wait(None, self._pause_s)
+            while not self._stopping and (aim := self._aim()) is not None:
                 if not self._try(*aim) and not self._stopping:
                     self._wait(None, self._pause_s)
                     self._pause_s = min(LAST_PAUSE_S, 2 * self._pause_s)
@@ -107,6 +116,12 @@ class DownstreamLink:
             self._fail(error)
         finally:
             self._store.unsubscribe(self._waker)
+
+    def _aim(self) -> tuple[ChainMember, Standing] | None:
+        """None: this link has nobody to go to."""
+        if self._beside is None:
+            return self._membership.downstream
+        return next((aim for aim in self._membership.passed_by if aim[0].slot == self._beside), None)
 
     def _try(self, member: ChainMember, standing: Standing) -> bool:
         """One session. True: there is another target, to be tried at once."""
@@ -121,9 +136,11 @@ class DownstreamLink:
 
     def _lost(self, member: ChainMember, error: PeerLost) -> bool:
         news = self._membership.downstream_lost(member.slot)
-        passed_by = self._membership.pass_by(member.slot)
+        passed_by = self._beside is None and self._membership.pass_by(member.slot)
         if passed_by:
             self._counters.bypassed()
+        if self._beside is None:
+            self._on_walk()
         if news or passed_by:
             what = fields(downstream=member.slot, why=str(error), bypassed=passed_by)
             log.warning("downstream lost", extra=what)
@@ -131,7 +148,7 @@ class DownstreamLink:
         return passed_by
 
     def _session(self, member: ChainMember, standing: Standing) -> None:
-        conn = connect(member.address, CONNECT_S)
+        conn = self._dial(member.address, CONNECT_S)
         with self._lock:
             self._conn = conn
         try:
@@ -140,15 +157,19 @@ class DownstreamLink:
             prove_as_client(conn, self._credentials.token, self._credentials.job_uid, PURPOSE, CONNECT_S)
             slot = self._membership.place.slot
             hello = Hello(kind=LinkKind.CHAIN, slot=slot, epoch=standing.epoch, bypass=standing.bypass)
+            asked_s = time.monotonic()
             send_message(conn, hello)
             welcome = recv_message(conn, Welcome, SMALL_MESSAGE_BYTES, CONNECT_S)
             what = fields(downstream=member.slot, epoch=standing.epoch, bypass=standing.bypass)
             if welcome.verdict is not LinkVerdict.ACCEPTED:
                 log.info(f"downstream declines this link: {welcome.verdict}", extra=what)
                 return
+            self._meter.message(time.monotonic() - asked_s)
             self._pause_s = FIRST_PAUSE_S
-            self._membership.downstream_linked(member.slot)
-            log.info("downstream linked", extra=what)
+            if self._beside is None:
+                # One that is fed beside the chain stays reported: the next list is to give it a place in the chain.
+                self._membership.downstream_linked(member.slot)
+            log.info("downstream linked" if self._beside is None else "linked beside the chain", extra=what)
             self._on_change()
             self._feed(Feed(conn), max((held.version for held in welcome.held), default=-1))
         finally:
@@ -161,7 +182,7 @@ class DownstreamLink:
         try:
             while not self._stopping:
                 self._waker.clear()
-                pin = self._store.pin_for_downstream(cursor)
+                pin = self._store.pin_for_downstream(cursor, counts=self._beside is None)
                 if pin is None:
                     if not self._stopping:
                         self._wait(feed.conn, None)
@@ -205,16 +226,17 @@ class DownstreamLink:
             return False
         stored = feed.stored()
         took_s = max(1e-9, time.monotonic() - began_s)
-        self._counters.hop_done(max(0, pin.manifest.total_bytes - began_bytes) / took_s)
+        sent_bytes = max(0, pin.manifest.total_bytes - began_bytes)
+        if self._beside is None:
+            self._counters.hop_done(sent_bytes / took_s)
+        self._meter.version(sent_bytes, pin.manifest.num_chunks - answer.have, took_s)
         self._meter.told(stored.byte_s, stored.message_s)
         return stored.version == pin.manifest.version
 
     def _send_chunk(self, feed: Feed, pin: Pin, index: int) -> None:
-        began_s = time.monotonic()
         with pin.chunk(index) as chunk:
             feed.send_chunk(index, chunk)
             self._counters.forwarded(len(chunk))
-            self._meter.chunk(len(chunk), time.monotonic() - began_s)
 
     def _must_go_on(self) -> None:
         if self._stopping:

@@ -26,7 +26,8 @@ class LowerEpoch(Exception):
 
 class Membership:
     """Thread-safe. Invariants: epoch and attempt only grow; at most one upstream connection is in force, that of the
-    highest standing; within an epoch the target only moves away from lost members."""
+    highest standing; within an epoch the target only moves away from lost members. Every member that lives and can be
+    reached by the nearest living one before it gets the data, without a new list: as its target, or beside it."""
 
     def __init__(self, slot: str) -> None:
         self._lock = threading.Lock()
@@ -52,15 +53,17 @@ class Membership:
         """The member that this relay sends to now, and the standing of that link."""
         with self._lock:
             slot = self._walk.target
-            if slot is None:
-                return None
-            standing = self._place.standing_towards(slot)
-            assert standing is not None, f"{slot} is not behind {self._place}"
-            return next(member for member in self._list if member.slot == slot), standing
+            return None if slot is None else self._aim(slot)
+
+    @property
+    def passed_by(self) -> tuple[tuple[ChainMember, Standing], ...]:
+        """Members that this relay has passed by, to be fed beside the target if they live."""
+        with self._lock:
+            return tuple(self._aim(slot) for slot in self._walk.passed)
 
     @property
     def lost(self) -> list[str]:
-        """Neighbours that went away in this epoch and have not come back."""
+        """Neighbours that went away in this epoch and have not come back to their place in the chain."""
         with self._lock:
             return sorted(self._lost)
 
@@ -101,8 +104,7 @@ class Membership:
             if verdict is UpstreamVerdict.ACCEPT:
                 self._part_from_upstream()
                 self._upstream = (slot, conn)
-                linked = self._place.linked
-                self._place = replace(self._place, linked=offered if linked is None else max(linked, offered))
+                self._place = replace(self._place, linked=offered)
                 self._lost.discard(slot)
             return verdict
 
@@ -114,6 +116,7 @@ class Membership:
             if lost:
                 self._lost.add(self._upstream[0])
             self._upstream = None
+            self._place = self._place.unlinked()
             return lost
 
     def upstream_silent(self, conn: Conn, *, silent: bool) -> bool:
@@ -158,6 +161,11 @@ class Membership:
 
     # --- with the lock held ---
 
+    def _aim(self, slot: str) -> tuple[ChainMember, Standing]:
+        standing = self._place.standing_towards(slot)
+        assert standing is not None, f"{slot} is not behind {self._place}"
+        return next(member for member in self._list if member.slot == slot), standing
+
     def _judge_held_upstream(self) -> None:
         """After a new list: the link stays if it joins the members that this list says."""
         if self._upstream is None:
@@ -173,6 +181,7 @@ class Membership:
             return
         conn = self._upstream[1]
         self._upstream = None
+        self._place = self._place.unlinked()
         try:
             # Or it would take us for lost and pass us by.
             conn.say(_REPLACED)

@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from laminar.core.broadcast import LinkMeter
 from laminar.relay.counters import Counters, CountersView
 from laminar.relay.downstream import DownstreamLink
+from laminar.relay.links import DownstreamLinks
 from laminar.relay.membership import LowerEpoch, Membership
 from laminar.relay.readers import ReaderServer
 from laminar.relay.serving import ConnectionServer, Credentials
 from laminar.relay.store import StoreSizes, VersionStore
 from laminar.relay.upstream import UpstreamServer
 from laminar.shell.logs import fields
-from laminar.shell.transport import Listener
+from laminar.shell.transport import Dial, Listener, connect
 from laminar.wire.links import Held
 from laminar.wire.messages import ChainEpoch
 
@@ -50,14 +51,16 @@ class PlaneView:
     lost_neighbours: tuple[str, ...]
     counters: CountersView
     downstream: str | None
-    """The member that this relay sends to; not its neighbour if that is passed by."""
+    """The member that this relay sends to; not its neighbour if that is passed by.
+    Those passed by are fed beside it, if they live."""
     byte_s: float
     message_s: float
     """The slowest link from here on, as measured; 0: not yet."""
 
 
 class DataPlane:
-    """Life: start -> apply_epoch* -> close. `on_change` is called from data threads and must not block.
+    """Life: start -> apply_epoch* -> close. `on_change` is called from data threads and must not block;
+    `dial` makes the connections down the chain.
 
     Owns the listeners; `close` joins every thread and frees the slots. A defect in a data thread is kept in `failure`
     for the owner, which must end the process.
@@ -71,9 +74,11 @@ class DataPlane:
         data_listener: Listener,
         handoff_listener: Listener,
         on_change: Callable[[], None],
+        dial: Dial = connect,
     ) -> None:
         self._credentials = credentials
         self._on_change = on_change
+        self._dial = dial
         self._counters = Counters()
         self._membership = Membership(slot)
         self._meter = LinkMeter()
@@ -86,9 +91,8 @@ class DataPlane:
             ConnectionServer("data", data_listener, upstream.serve, MAX_DATA_CONNS, self._counters, self._fail),
             ConnectionServer("handoff", handoff_listener, readers.serve, MAX_READERS, self._counters, self._fail),
         ]
+        self._links = DownstreamLinks(self._membership, self._new_link)
         self._lock = threading.Lock()
-        self._link: DownstreamLink | None = None
-        self._leaving: list[DownstreamLink] = []
         self.failure: BaseException | None = None
 
     def start(self) -> None:
@@ -101,7 +105,7 @@ class DataPlane:
         with self._lock:
             if self._membership.apply(epoch):
                 self._store.stop_writer()
-            self._relink()
+            self._links.renew()
         place = self._membership.place
         log.info("epoch", extra=fields(epoch=place.epoch, index=place.index, members=",".join(place.members)))
         self._on_change()
@@ -126,36 +130,20 @@ class DataPlane:
 
     def close(self) -> None:
         """Ends all connections, joins all threads, frees the memory."""
-        with self._lock:
-            self._store.close()
-            links = [*self._leaving, *([self._link] if self._link is not None else [])]
-            self._link, self._leaving = None, []
-        for link in links:
-            link.cut()
+        self._store.close()
+        self._links.cut()
         for server in self._servers:
             server.close()
-        for link in links:
-            link.join()
+        self._links.join()
         self._store.free()
 
-    def _relink(self) -> None:
-        aim = self._membership.downstream
-        for link in [link for link in self._leaving if not link.is_alive()]:
-            link.join()
-            self._leaving.remove(link)
-        if self._link is not None:
-            if aim is not None and self._link.is_alive() and self._link.member == aim[0]:
-                self._link.kick()
-                return
-            self._link.stop()
-            self._leaving.append(self._link)
-            self._link = None
-        if aim is not None:
-            self._link = DownstreamLink(
-                self._credentials, self._membership, self._store, self._counters, self._meter, self._on_change,
-                self._fail,
-            )  # fmt: skip
-            self._link.start()
+    def _new_link(self, beside: str | None) -> DownstreamLink:
+        # A link beside the chain says nothing about the chain's own.
+        meter = self._meter if beside is None else LinkMeter()
+        return DownstreamLink(
+            self._credentials, self._membership, self._store, self._counters, meter, self._dial, self._on_change,
+            self._links.follow_walk, self._fail, beside,
+        )  # fmt: skip
 
     def _fail(self, error: BaseException) -> None:
         log.critical("a data thread failed", exc_info=error)

@@ -175,10 +175,13 @@ class VersionStore:
                     return pin
             return None
 
-    def pin_for_downstream(self, cursor: int) -> Pin | None:
-        """What a neighbour that holds `cursor` gets next: the newest complete version, else the one coming in."""
+    def pin_for_downstream(self, cursor: int, *, counts: bool = True) -> Pin | None:
+        """What a neighbour that holds `cursor` gets next: the newest complete version, else the one coming in.
+
+        `counts`: the chain goes on behind it; a version that it has not got by the time it is dropped is superseded."""
         with self._changed:
-            self._downstream_cursor = cursor
+            if counts:
+                self._downstream_cursor = cursor
             complete = self._complete()
             slot = complete[-1] if complete else None
             if slot is None or slot.version <= cursor:

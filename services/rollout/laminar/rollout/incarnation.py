@@ -126,6 +126,7 @@ class Incarnation:
             model_folder=str(self._settings.model_folder),
             max_running=self._settings.max_running,
             max_length=self._settings.max_length,
+            emulated=self._settings.emulated,
         )
         try:
             async with asyncio.timeout(START_LIMIT_S):

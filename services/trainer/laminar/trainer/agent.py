@@ -32,9 +32,10 @@ from laminar.trainer.exit_note import ExitNote
 from laminar.trainer.failures import EXIT_CRASH, EXIT_SUPERSEDED, TrainerFailure, paragraph
 from laminar.trainer.model_folder import inspect, require_memory
 from laminar.trainer.pulse import Board
-from laminar.trainer.settings import TrainerSettings, model_folder
+from laminar.trainer.settings import TrainerSettings
 from laminar.wire.messages import Heartbeat, MemberState, Register, Role
-from laminar.wire.spec import LaminarJob
+from laminar.wire.sources import local_path
+from laminar.wire.spec import LaminarJob, TrainerType
 
 log = logging.getLogger(__name__)
 
@@ -77,8 +78,9 @@ class Agent:
         """torchrun from start to end, then the process's end."""
         code = EXIT_CRASH
         try:
-            folder = await asyncio.to_thread(inspect, model_folder(self._job))
-            require_memory(folder, self._job.spec.trainer.replicas, available_memory_bytes())
+            if self._job.spec.trainer.type is TrainerType.TORCH:
+                folder = await asyncio.to_thread(inspect, local_path(self._job.spec.model.source))
+                require_memory(folder, self._job.spec.trainer.replicas, available_memory_bytes())
             code = await self._run_torchrun()
         except TrainerFailure as error:
             code, self._last_words = error.exit_code, paragraph(error)
@@ -94,14 +96,15 @@ class Agent:
     async def _run_torchrun(self) -> int:
         common, attempt = self._settings.common, self._settings.attempt
         ExitNote.clear(common.dir, attempt)
-        num_ranks = self._job.spec.trainer.replicas
-        with closing(Board(num_ranks)) as board:
+        trainer = self._job.spec.trainer
+        num_processes = trainer.replicas if trainer.type is TrainerType.TORCH else 1
+        with closing(Board(num_processes)) as board:
             process = await asyncio.create_subprocess_exec(
-                *launcher.command(self._settings, num_ranks),
+                *launcher.command(self._settings, trainer),
                 env=launcher.environment(board.path),
                 start_new_session=True,
             )
-            log.info("torchrun started", extra=fields(pid=process.pid, attempt=attempt))
+            log.info("group started", extra=fields(pid=process.pid, attempt=attempt))
             self._state = MemberState.RUNNING
             self._service.set_ready(True)
             async with asyncio.TaskGroup() as tasks:

@@ -1,7 +1,11 @@
 """From the pool's batch slice to padded tensors.
 
-Right padding under a causal model: no response token ever attends to padding, so there is no attention mask. Logits
-are computed from the first position that predicts a response token of any row, not for the prompts.
+    row:       prompt | response a, without its last token | response b, without its last token | padding
+    position:  0..p-1 | p..                                | p..                                |
+
+A row holds one copy of a prompt and one or more of its responses; each sees the prompt and itself. Padding is on the
+right, where no token of a row ever attends. Rows of one response each need no mask: the model is causal. Logits are
+computed from the first position that predicts a response token of any row, not for the prompts.
 """
 
 from __future__ import annotations
@@ -30,9 +34,14 @@ class Trajectory:
     behaviour: npt.NDArray[np.float32]
     advantage: float
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self.prompt) + len(self.response)
+
+Row = Sequence[tuple[Trajectory, float]]
+"""Trajectories of one prompt, each with the weight of its tokens in the loss."""
+
+
+def row_tokens(row: Sequence[Trajectory]) -> int:
+    """Tokens that are fed: the prompt once, and of each response all but the last, which predicts nothing."""
+    return len(row[0].prompt) + sum(len(item.response) - 1 for item in row)
 
 
 def trajectories(group: BatchGroup, rule: AdvantageRule = LAMINAR_ADVANTAGES) -> list[Trajectory]:
@@ -59,46 +68,82 @@ def trajectories(group: BatchGroup, rule: AdvantageRule = LAMINAR_ADVANTAGES) ->
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Tensors of one forward and backward pass; positions count from `first`, the earliest that predicts a response."""
+    """Tensors of one forward and backward pass over [rows, width] tokens that predict n response tokens in all."""
 
     tokens: Tensor
     """int64 [rows, width], padded on the right with token 0."""
+    positions: Tensor | None
+    """int64 [rows, width]; None: 0, 1, 2, ... in each row."""
+    visible: Tensor | None
+    """bool [rows, 1, width, width]: which columns (last) a token (one before) sees; None: causal."""
     first: int
+    """The earliest column that predicts a response token."""
+    sources: Tensor
+    """int64 [n]: what predicts each token, as row * (width - first) + column - first."""
     targets: Tensor
-    """int64 [rows, width - 1 - first]: the tokens that those positions predict."""
+    """int64 [n]: the response tokens."""
     behaviour: Tensor
-    mask: Tensor
     advantages: Tensor
     weights: Tensor
+    """float32 [n] each."""
 
 
-def micro_batch(items: Sequence[Trajectory], weights: Sequence[float]) -> MicroBatch:
-    """Pads the trajectories to one width. Without any: one row of weight 0, so that every rank runs the same passes."""
-    if not items:
-        items = [Trajectory(np.zeros(1, np.int32), np.zeros(1, np.int32), np.zeros(1, np.float32), 0.0)]
-        weights = [0.0]
-    width = max(item.num_tokens for item in items)
-    first = min(len(item.prompt) for item in items) - 1
-    tokens = np.zeros((len(items), width), np.int64)
-    behaviour = np.zeros((len(items), width - 1 - first), np.float32)
-    mask = np.zeros_like(behaviour)
-    for row, item in enumerate(items):
-        start, end = len(item.prompt), item.num_tokens
-        tokens[row, :start] = item.prompt
-        tokens[row, start:end] = item.response
-        # Token `start` is predicted at position start - 1, which is column start - 1 - first.
-        columns = slice(start - 1 - first, end - 1 - first)
-        behaviour[row, columns] = item.behaviour
-        mask[row, columns] = 1.0
-    if not any(weights):
-        mask[:] = 0.0
-    all_tokens = torch.from_numpy(tokens)
+def micro_batch(rows: Sequence[Row]) -> MicroBatch:
+    """Pads rows to one width. Without any: one row that predicts nothing, so that every rank runs the same passes."""
+    if not rows:
+        return _nothing()
+    width = max(row_tokens([item for item, _ in row]) for row in rows)
+    first = min(len(row[0][0].prompt) for row in rows) - 1
+    tokens = np.zeros((len(rows), width), np.int64)
+    positions = np.zeros((len(rows), width), np.int64)
+    response = np.full((len(rows), width), PADDING, np.int16)
+    sources: list[npt.NDArray[np.int64]] = []
+    for number, row in enumerate(rows):
+        prompt = row[0][0].prompt
+        end = len(prompt)
+        tokens[number, :end], positions[number, :end], response[number, :end] = prompt, np.arange(end), PROMPT
+        for index, (item, _) in enumerate(row):
+            start, end = end, end + len(item.response) - 1
+            tokens[number, start:end] = item.response[:-1]
+            positions[number, start:end] = np.arange(len(prompt), len(prompt) + end - start)
+            response[number, start:end] = index
+            columns = np.concatenate(([len(prompt) - 1], np.arange(start, end)))
+            sources.append(number * (width - first) + columns - first)
+    shared = any(len(row) > 1 for row in rows)
+    items = [pair for row in rows for pair in row]
+    lengths = [len(item.response) for item, _ in items]
     return MicroBatch(
-        tokens=all_tokens,
+        tokens=torch.from_numpy(tokens),
+        positions=torch.from_numpy(positions) if shared else None,
+        visible=_visible(torch.from_numpy(response)) if shared else None,
         first=first,
-        targets=all_tokens[:, first + 1 :],
-        behaviour=torch.from_numpy(behaviour),
-        mask=torch.from_numpy(mask),
-        advantages=torch.tensor([item.advantage for item in items], dtype=torch.float32),
-        weights=torch.tensor(list(weights), dtype=torch.float32),
+        sources=torch.from_numpy(np.concatenate(sources)),
+        targets=torch.from_numpy(np.concatenate([item.response for item, _ in items]).astype(np.int64)),
+        behaviour=torch.from_numpy(np.concatenate([item.behaviour for item, _ in items])),
+        advantages=_spread([item.advantage for item, _ in items], lengths),
+        weights=_spread([weight for _, weight in items], lengths),
     )
+
+
+PROMPT, PADDING = -1, -2
+"""Beside the numbers of a row's responses."""
+
+
+def _visible(response: Tensor) -> Tensor:
+    """`response`: int [rows, width], the response that each token belongs to."""
+    width = response.shape[1]
+    causal = torch.ones(width, width, dtype=torch.bool).tril_()
+    seen = (response[:, None, :] == PROMPT) | (response[:, None, :] == response[:, :, None])
+    return (seen & causal)[:, None]
+
+
+def _spread(values: Sequence[float], lengths: Sequence[int]) -> Tensor:
+    return torch.repeat_interleave(torch.tensor(values, dtype=torch.float32), torch.tensor(lengths))
+
+
+def _nothing() -> MicroBatch:
+    empty = torch.zeros(0)
+    return MicroBatch(
+        tokens=torch.zeros(1, 1, dtype=torch.int64), positions=None, visible=None, first=0,
+        sources=empty.long(), targets=empty.long(), behaviour=empty, advantages=empty, weights=empty,
+    )  # fmt: skip

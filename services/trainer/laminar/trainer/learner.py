@@ -18,7 +18,7 @@ from torch import Tensor
 
 from laminar.core.groups import fill_to, num_updates, pack, split_updates
 from laminar.shell.logs import fields
-from laminar.trainer.batches import Trajectory, micro_batch, trajectories
+from laminar.trainer.batches import Trajectory, micro_batch, row_tokens, trajectories
 from laminar.trainer.loss import LossRule, LossTerms, Totals, clipped_loss, sequence_weights
 from laminar.trainer.policy import Policy, full_tensor
 from laminar.wire.dataplane import BatchSlice
@@ -90,7 +90,7 @@ class Learner:
         sums = StepSums()
         updates = num_updates(batch.num_samples_total, self.plan.mini_batch_trajectories)
         for run in split_updates(len(groups), updates):
-            self._update([item for index in run for item in groups[index]], sums)
+            self._update([groups[index] for index in run], sums)
         return self._statistics(batch, groups, sums) | {"train_s": time.monotonic() - started_s}
 
     def _set_learning_rate(self, step: int) -> None:
@@ -98,19 +98,21 @@ class Learner:
         for group in self.optimizer.param_groups:
             group["lr"] = self.plan.learning_rate * min(1.0, step / WARM_UP_STEPS)
 
-    def _update(self, items: Sequence[Trajectory], sums: StepSums) -> None:
+    def _update(self, groups: Sequence[Sequence[Trajectory]], sums: StepSums) -> None:
         ranks, rule = self.policy.ranks, self.plan.rule
-        lengths = [len(item.response) for item in items]
-        plan = pack([item.num_tokens for item in items], self.policy.micro_batch_tokens)
-        num_tokens, num_sequences = ranks.sum([sum(lengths), len(items)])
+        lengths = [len(item.response) for items in groups for item in items]
+        num_tokens, num_sequences = ranks.sum([sum(lengths), len(lengths)])
         if not num_tokens:
             return  # every group has equal rewards: nothing to learn, and AdamW's moments must not decay for it
+        weights = iter(sequence_weights(lengths, rule, Totals(int(num_tokens), int(num_sequences))))
+        weighted = [[(item, next(weights)) for item in items] for items in groups]
+        rows = [row for group in weighted if group for row in self.policy.rows(group)]
+        plan = pack([row_tokens([item for item, _ in row]) for row in rows], self.policy.micro_batch_tokens)
         (num_passes,) = ranks.max([len(plan)])
-        weights = sequence_weights(lengths, rule, Totals(int(num_tokens), int(num_sequences)))
         for indexes in fill_to(plan, int(num_passes)):
-            batch = micro_batch([items[i] for i in indexes], [weights[i] for i in indexes])
+            batch = micro_batch([rows[i] for i in indexes])
             logprobs = self.policy.logprobs(batch, rule.temperature)
-            terms = clipped_loss(logprobs, batch.behaviour, batch.mask, batch.advantages, batch.weights, rule)
+            terms = clipped_loss(logprobs, batch.behaviour, batch.advantages, batch.weights, rule)
             terms.loss.backward()
             sums.add(terms)
         norm = gradient_norm(self.policy)

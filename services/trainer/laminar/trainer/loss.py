@@ -76,40 +76,40 @@ class LossTerms:
     negative_logprob_sum: float
 
 
-def token_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    """[rows, positions] log-probs of `targets` under logits [rows, positions, vocabulary], in float32.
+def token_logprobs(logits: Tensor, sources: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """[n] log-probs of `targets` [n] under logits [..., vocabulary], in float32; `sources` [n]: rows of logits.
 
-    By gather and logsumexp: a full log-softmax would keep one more tensor of the logits' size for the backward pass.
+    By single values and logsumexp: a full log-softmax would keep one more tensor of the logits' size for the backward
+    pass.
     """
     scaled = logits.float()
     if temperature != 1.0:
         scaled = scaled / temperature
-    chosen = scaled.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    return chosen - torch.logsumexp(scaled, dim=-1)
+    chosen = scaled.flatten()[sources * logits.shape[-1] + targets]
+    return chosen - torch.logsumexp(scaled, dim=-1).flatten()[sources]
 
 
-def clipped_loss(
-    logprobs: Tensor, behaviour: Tensor, mask: Tensor, advantages: Tensor, weights: Tensor, rule: LossRule
-) -> LossTerms:
-    """`logprobs`, `behaviour`, `mask`: [rows, positions]; `advantages`, `weights`: [rows].
-
-    `mask` is 1.0 on response tokens. A row whose mask is all zero contributes exactly 0 to loss and gradient.
-    """
-    difference = (logprobs - behaviour) * mask
+def clipped_loss(logprobs: Tensor, behaviour: Tensor, advantages: Tensor, weights: Tensor, rule: LossRule) -> LossTerms:
+    """All arguments: [n], one value for each response token. Without tokens, loss and gradient are exactly 0."""
+    difference = logprobs - behaviour
     ratio = torch.exp(difference)
-    column = advantages.unsqueeze(1)
     clamped = ratio.clamp(1.0 - rule.clip_low, 1.0 + rule.clip_high)
-    per_token = -torch.minimum(ratio * column, clamped * column)
-    loss = (per_token * mask * weights.unsqueeze(1)).sum()
+    per_token = -torch.minimum(ratio * advantages, clamped * advantages)
+    loss = (per_token * weights).sum()
+    num_tokens = logprobs.numel()
+    if not num_tokens:
+        return LossTerms(loss, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
     with torch.no_grad():
-        clipped = ((ratio > 1.0 + rule.clip_high) & (column > 0)) | ((ratio < 1.0 - rule.clip_low) & (column < 0))
+        clipped = ((ratio > 1.0 + rule.clip_high) & (advantages > 0)) | (
+            (ratio < 1.0 - rule.clip_low) & (advantages < 0)
+        )
         absolute = difference.abs()
         return LossTerms(
             loss=loss,
-            num_tokens=int(mask.sum().item()),
-            num_clipped=(clipped * mask).sum().item(),
+            num_tokens=num_tokens,
+            num_clipped=clipped.sum().item(),
             ratio_max=ratio.max().item(),
             diff_sum=absolute.sum().item(),
             diff_max=absolute.max().item(),
-            negative_logprob_sum=-(logprobs * mask).sum().item(),
+            negative_logprob_sum=-logprobs.sum().item(),
         )

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
 import transformers
 from safetensors import SafetensorError
@@ -19,7 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from laminar.trainer.batches import MicroBatch
+from laminar.core.groups import share_prompt
+from laminar.trainer.batches import MicroBatch, Row, Trajectory, micro_batch
 from laminar.trainer.failures import InputFailure, paragraph
 from laminar.trainer.loss import token_logprobs
 from laminar.trainer.model_folder import ModelFolder
@@ -35,6 +37,14 @@ MAX_LOGIT_VALUES = 2**26
 MAX_MICRO_BATCH_TOKENS = 2048
 """More is slower on a CPU: the activations leave its caches (256 short responses: 0.62 s at 2048, 0.77 at 4096)."""
 MIN_MICRO_BATCH_TOKENS = 256
+EVEN_COLUMNS_PER_WIDTH = 6
+"""A decoder layer of width h has about 12 h^2 weights, 24 h^2 operations a token; its attention has 4 h for each column
+that the token sees. The two are even at 6 h columns."""
+PROBE_TOKENS = 300
+PROBE_TOLERANCE = 1e-3
+"""Of log-probs in float32; the two ways differ by some 1e-6."""
+
+log = logging.getLogger(__name__)
 
 
 def wire_dtype(tensor: Tensor, folder: ModelFolder) -> torch.dtype:
@@ -47,7 +57,7 @@ class CausalModel(Protocol):
 
     config: Any
 
-    def __call__(self, *, input_ids: Tensor, use_cache: bool, logits_to_keep: int) -> Any: ...
+    def __call__(self, *, input_ids: Tensor, use_cache: bool, logits_to_keep: int, **layout: Tensor) -> Any: ...
 
 
 class Policy:
@@ -56,8 +66,11 @@ class Policy:
     def __init__(self, module: nn.Module, ranks: Ranks) -> None:
         self.module = module.eval()
         self.ranks = ranks
+        self._width = int(getattr(cast("CausalModel", module).config.get_text_config(), "hidden_size", 0))
+        self._shares_prompts = self._shared_rows_agree()
+        log.info("responses of a group %s one copy of the prompt", "share" if self._shares_prompts else "do not share")
         if ranks.size > 1:
-            shard(module, ranks)
+            shard(module, ranks)  # after the question above: FSDP would leave parameters gathered after a lone forward
 
     @classmethod
     def load(cls, folder: ModelFolder, ranks: Ranks) -> Policy:
@@ -100,12 +113,50 @@ class Policy:
         fitting = MAX_LOGIT_VALUES // self.vocabulary_size
         return max(MIN_MICRO_BATCH_TOKENS, min(MAX_MICRO_BATCH_TOKENS, fitting))
 
+    def rows(self, group: Row) -> list[Row]:
+        """The group's trajectories in rows that may share the prompt; one each if the model cannot do that."""
+        if not self._shares_prompts:
+            return [[pair] for pair in group]
+        lengths = [len(item.response) for item, _ in group]
+        cut = share_prompt(len(group[0][0].prompt), lengths, EVEN_COLUMNS_PER_WIDTH * self._width)
+        return [[group[i] for i in indexes] for indexes in cut]
+
     def logprobs(self, batch: MicroBatch, temperature: float) -> Tensor:
-        """[rows, positions] log-probs of `batch.targets`."""
+        """[n] log-probs of `batch.targets`."""
         model = cast("CausalModel", self.module)
+        layout: dict[str, Tensor] = {}
+        if batch.visible is not None and batch.positions is not None:
+            mask = torch.zeros(batch.visible.shape).masked_fill_(~batch.visible, float("-inf"))
+            layout = {"attention_mask": mask, "position_ids": batch.positions}
         keep = batch.tokens.shape[1] - batch.first
-        logits = model(input_ids=batch.tokens, use_cache=False, logits_to_keep=keep).logits
-        return token_logprobs(logits[:, :-1], batch.targets, temperature)
+        logits = model(input_ids=batch.tokens, use_cache=False, logits_to_keep=keep, **layout).logits
+        return token_logprobs(logits, batch.sources, batch.targets, temperature)
+
+    def _shared_rows_agree(self) -> bool:
+        """Whether two responses in one row get the log-probs that each has in a row of its own.
+
+        Asked of the model itself: architectures differ in whether they follow a mask of ours (windows, ALiBi, state
+        spaces), and a wrong gradient would look like bad learning.
+        """
+        config = cast("CausalModel", self.module).config.get_text_config()
+        layers = set(getattr(config, "layer_types", None) or ["full_attention"])
+        if layers != {"full_attention"} or (
+            getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+        ):
+            return False
+        length = min(PROBE_TOKENS, (getattr(config, "max_position_embeddings", None) or 2 * PROBE_TOKENS) // 2)
+        ids = (np.arange(length * 3 + 8) * 7919 % self.vocabulary_size).astype(np.int32)
+        pair = [
+            (Trajectory(ids[:8], ids[8 + k :: 3][:length], np.zeros(length, np.float32), 0.0), 0.0) for k in range(2)
+        ]
+        try:
+            with torch.no_grad():
+                shared = self.logprobs(micro_batch([pair]), 1.0)
+                alone = self.logprobs(micro_batch([[item] for item in pair]), 1.0)
+        except (TypeError, ValueError, RuntimeError, IndexError) as error:
+            log.info("prompts are not shared: the model takes no mask of ours: %s", paragraph(error))
+            return False
+        return bool((shared - alone).abs().max() < PROBE_TOLERANCE)
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters and persistent buffers under their Hugging Face names, tied ones once; DTensors when sharded."""
@@ -135,4 +186,4 @@ def shard(module: nn.Module, ranks: Ranks) -> None:
         if isinstance(unit, FSDPModule):
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-    logging.getLogger(__name__).info("model sharded over %d ranks", ranks.size)
+    log.info("model sharded over %d ranks", ranks.size)
