@@ -133,10 +133,9 @@ def seconds_to_gain(rewards: list[float], times_s: list[float]) -> float | None:
     return None
 
 
-def recipe(name: str) -> Path:
-    done = subprocess.run(
-        [sys.executable, "-m", "laminar.recipes", "build", name], env=environment(), stdout=subprocess.PIPE, check=True
-    )
+def recipe(name: str, seed: int = 0) -> Path:
+    command = [sys.executable, "-m", "laminar.recipes", "build", name, "--seed", str(seed)]
+    done = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, check=True)
     return Path(json.loads(done.stdout.splitlines()[-1])["path"])
 
 
@@ -159,7 +158,7 @@ def beside_trl(scratch: Path, seed: int, num_steps: int) -> None:
         [row["reward_mean"] for row in ours.steps], [row["wall_s"] - ours.first_lease_wall_s for row in ours.steps]
     )
     command = [peer_python(), ROOT / "benchmarks" / "peers" / "trl_grpo.py", "--model", recipe("arithmetic-tiny")]
-    command += ["--data", recipe("chain-sum"), "--steps", str(num_steps), "--threads", "2", "--seed", str(seed)]
+    command += ["--data", recipe("chain-sum", seed), "--steps", str(num_steps), "--threads", "2", "--seed", str(seed)]
     variables = environment(OMP_NUM_THREADS="2")
     done = subprocess.run(
         command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -158,6 +159,18 @@ class JobRun:
 
     def events(self, kind: str = "") -> list[str]:
         return [line["text"] for line in self.output if line["type"] == "event" and kind in line["kind"]]
+
+    def pool_events(self) -> list[tuple[str, str]]:
+        """(kind, text) of everything that the pool ever told of this run."""
+        with sqlite3.connect(self.folder / "pool" / "ledger.sqlite") as ledger:
+            events = ledger.execute("SELECT kind, text FROM events ORDER BY seq").fetchall()
+        ledger.close()
+        return events
+
+    def assert_no_alarm(self) -> None:
+        """Nothing failed, so nobody was told that something did."""
+        alarms = {"suspect", "redirect", "stalled", "fence", "failed", "ungraded"}
+        assert [text for kind, text in self.pool_events() if kind in alarms] == []
 
     def wait_end(self, timeout_s: float = 240.0) -> int:
         """The driver's exit code."""

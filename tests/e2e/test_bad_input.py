@@ -120,6 +120,12 @@ def test_a_damaged_file_of_the_model_is_refused_with_its_name(refused: Any, desk
     assert str(desk.model / name) in refused()
 
 
+def test_weights_in_another_format_are_refused_with_the_way_to_convert_them(refused: Any, desk: Desk) -> None:
+    (desk.model / "model.safetensors").rename(desk.model / "pytorch_model.bin")
+    paragraph = refused()
+    assert "pytorch_model.bin, which Laminar does not read" in paragraph and "save_pretrained" in paragraph
+
+
 def test_weights_that_were_cut_off_are_refused_before_anything_loads_them(refused: Any, desk: Desk) -> None:
     weights = desk.model / "model.safetensors"
     os.truncate(weights, weights.stat().st_size // 2)
@@ -311,6 +317,8 @@ def test_a_reward_that_always_fails_ends_the_job_with_the_reason(make_job: Calla
     reason = job.output[-1]["reason"]
     assert "responses in a row could not be graded" in reason
     assert "KeyError: 'api key'" in reason or "not done within 0.2 s" in reason
+    warnings = [text for kind, text in job.pool_events() if kind == "ungraded"]
+    assert len(warnings) == 1 and warnings[0].startswith("8 responses in a row could not be graded"), warnings
     job.assert_nothing_left()
     report = job.audit()
     assert report["consumed"] == 16 * report["committed_step"]

@@ -16,6 +16,7 @@ def test_an_undisturbed_run_completes_and_its_books_balance(job: Any) -> None:
     job.start()
     report = job.assert_complete_and_clean()
     assert report["consumed"] == 40 * 8 * 8
+    job.assert_no_alarm()
     assert (job.folder / "model" / "model.safetensors").stat().st_size > 0
 
 
@@ -173,5 +174,6 @@ def test_first_interrupt_checkpoints_and_the_run_goes_on_later(job: Any) -> None
     job.assert_nothing_left()
     stopped = job.audit()
     assert stopped["consumed"] >= 6 * 64
+    job.assert_no_alarm()
     job.start()
     job.assert_complete_and_clean()

@@ -90,3 +90,4 @@ def test_a_complete_run_goes_on_with_more_steps_and_back_to_a_checkpoint(job: An
     job.start("--set", f"steps={STEPS + 5}", "--resume-from", str(kept[0]))
     again = job.assert_complete_and_clean(STEPS + 5)
     assert again["consumed"] == more["consumed"]
+    job.assert_no_alarm()

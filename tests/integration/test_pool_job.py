@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -65,6 +66,8 @@ from laminar.wire.messages import (
     ReserveVersion,
     ResumePoint,
     Role,
+    StepRow,
+    Steps,
     StopRequest,
     Take,
     TakeReply,
@@ -348,10 +351,13 @@ def until(condition: Callable[[], bool], limit_s: float = 15.0) -> None:
 def test_a_job_of_three_steps_ends_complete_and_its_audit_is_clean(pool: PoolProcess) -> None:
     actors = Actors(pool)
     actors.start()
-    assert actors.status().phase == "evaluatingFirst"
+    status = actors.status()
+    assert status.phase == "evaluatingFirst" and status.evaluating is not None
+    assert (status.evaluating.version, status.evaluating.num_done, status.evaluating.num_samples) == (0, 0, 4)
     assert actors.take(1).status is TakeStatus.WAIT, "training waits for the first evaluation"
     batches = actors.train()
     status = actors.finish()
+    assert status.evaluating is None
     assert sorted(batches) == [1, 2, 3]
     assert status.committed_step == STEPS
     assert [(row.point, row.mode) for row in status.evaluations] == [
@@ -834,3 +840,34 @@ def test_results_of_tools_reach_the_trainer_as_such_also_over_a_redirect_and_a_r
     tools = {sample.id: sample.tools for group in slice_.groups for sample in group.samples}
     assert tools[first.id] == [ToolSpan(2, 2, 0)]
     assert all(not spans for name, spans in tools.items() if name != first.id)
+
+
+def test_every_step_of_a_long_run_is_told_page_by_page_though_most_are_only_in_the_store(tmp_path: Path) -> None:
+    num_steps, kept_step = 2600, 2500
+    pool = PoolProcess(tmp_path, {"steps": 3000})
+    try:
+        pool.start()
+        pool.client("first").get_json("/v1/status", JobStatus, 15.0, deadline_s=60.0)
+        pool.kill()
+        with sqlite3.connect(pool.store / FILE_NAME) as db:
+            for step in range(1, num_steps + 1):
+                row = StepRow(
+                    step=step, attempt=1, version=None, wall_s=0.0, reward_mean=step / 4, num_samples=4,
+                    response_tokens=3, inherent={1: 4}, consumed={2: 4},
+                )  # fmt: skip
+                db.execute("INSERT INTO steps VALUES (?, ?)", (step, row.model_dump_json()))
+            checkpoint = (f"step-{kept_step}-attempt-1", kept_step, 1, "{}", "kept")
+            db.execute("INSERT INTO checkpoints VALUES (?, ?, ?, ?, ?)", checkpoint)
+            db.execute("UPDATE meta SET value = ? WHERE key = 'committed_step'", (str(num_steps),))
+        db.close()
+        pool.start()
+        client, rows, after = pool.client("second"), list[StepRow](), -1
+        while page := client.get_json("/v1/steps", Steps, 15.0, deadline_s=60.0, params={"after": after}).root:
+            rows += page
+            after = page[-1].step
+        assert [row.step for row in rows] == list(range(1, num_steps + 1))
+        status = client.get_json("/v1/status", JobStatus, 15.0, deadline_s=60.0)
+        assert (status.inherent.counts, status.consumed.counts) == ({1: 4 * num_steps}, {2: 4 * num_steps})
+        assert status.last_step == rows[-1] and status.reward_curve[0] == 0.25
+    finally:
+        pool.close()

@@ -12,8 +12,10 @@ from laminar.cli.live import LiveView
 from laminar.cli.live_panels import Screen, screen
 from laminar.cli.metering import TokenMeter, seconds_per_step, surviving
 from laminar.cli.run_folder import Result, RunFolder
+from laminar.cli.view import PlainView
 from laminar.wire.messages import (
     EngineLoad,
+    EvaluationProgress,
     EvaluationRow,
     Event,
     Histogram,
@@ -117,9 +119,19 @@ def test_the_screen_shows_where_the_run_stands() -> None:
 
 
 def test_an_evaluation_that_goes_on_shows_its_progress() -> None:
-    running = [evaluation("first", "sampled", 128, 0.4)]
-    text = drawn(status(phase=PoolPhase.EVALUATING_FIRST, evaluations=running, committed_step=0), steps=0)
-    assert "128/512" in text and "evaluating the first version" in text and "0.400" not in text
+    progress = EvaluationProgress(point="first", version=0, num_done=128, num_samples=512)
+    shown = status(phase=PoolPhase.EVALUATING_FIRST, evaluations=[], evaluating=progress, committed_step=0)
+    text = drawn(shown, steps=0)
+    assert "evaluating version 0: 128/512" in text and "evaluating the first version" in text
+    assert all(len(line) <= 60 for line in drawn(shown, 60, steps=0).splitlines())
+    assert "evaluating version" not in drawn(status())
+
+
+def test_plain_lines_tell_how_far_an_evaluation_is() -> None:
+    out = io.StringIO()
+    progress = EvaluationProgress(point="last", version=61, num_done=1200, num_samples=4096)
+    PlainView(out).status(status(phase=PoolPhase.EVALUATING_LAST, evaluating=progress))
+    assert out.getvalue() == "[evaluatingLast] evaluating version 61: 1,200/4,096\n"
 
 
 @pytest.mark.parametrize("width", [60, 80, 110, 200])

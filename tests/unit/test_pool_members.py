@@ -136,6 +136,20 @@ def test_a_closed_command_stream_makes_a_suspect_unless_another_took_its_place()
     asyncio.run(play())
 
 
+def test_who_has_said_goodbye_is_not_suspect_neither_by_silence_nor_by_its_closed_stream() -> None:
+    async def play() -> None:
+        members = Members([], 0.0)
+        members.join(call(), 0.0)
+        stream = members.open_stream("rollout-0", 1, 0.0)
+        members.beat(Heartbeat(slot="rollout-0", incarnation=1, state=MemberState.STOPPED), 0.1)
+        assert members.close_stream("rollout-0", stream, 0.2) is None
+        assert ticked(members, 0.2, 10 * SILENT_S) == []
+        members.join(call("next", life=2), 10 * SILENT_S)
+        assert ticked(members, 10 * SILENT_S, 12 * SILENT_S) == ["rollout-0"], "its next life is watched as ever"
+
+    asyncio.run(play())
+
+
 def test_a_stream_that_ends_after_the_pool_stood_still_makes_no_suspect_but_silence_does() -> None:
     """Replicas give up a stream that brings no ping for 5 s: after a pause of the pool all of them do at once."""
 

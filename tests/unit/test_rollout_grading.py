@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from laminar.core.grading import HANGS_IN_A_ROW, NUM_TRIES
 from laminar.rollout.engine_messages import RequestKey
 from laminar.rollout.grader_messages import GraderSetup, GradeTask
-from laminar.rollout.grading import NUM_TRIES, GraderPool
+from laminar.rollout.grading import GraderPool
 from laminar.rollout.rewards import RewardRule
 from laminar.shell.process import process_alive
 from laminar.wire.codec import pack_tokens
@@ -155,6 +156,16 @@ def test_a_hanging_reward_is_killed_with_its_stubborn_children_and_others_are_gr
     tries = [[int(pid) for pid in line.split()] for line in pids.read_text().splitlines()]
     assert len(tries) == NUM_TRIES
     assert not [pid for pair in tries for pid in pair if process_alive(pid)]
+
+
+def test_a_reward_that_always_hangs_soon_costs_one_try_a_response(
+    tokenizer: Path, user_file: Path, tmp_path: Path
+) -> None:
+    pids = tmp_path / "pids"
+    rules = [python_rule(user_file, "hangs_with_a_stubborn_child", timeout_s=0.5)]
+    items = graded(tokenizer, rules, ["8"] * 8, answer=str(pids))
+    assert {item.status for item in items} == {"ungraded"}
+    assert len(pids.read_text().splitlines()) <= 8 + HANGS_IN_A_ROW - 1
 
 
 def test_a_backtracking_regex_is_cut_off_and_does_not_block_the_next_sample(tokenizer: Path) -> None:

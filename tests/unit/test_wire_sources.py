@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from laminar.wire.job_file import parse_job
-from laminar.wire.sources import NotResolved, absolute, local_path, recipes_of, with_recipes
+from laminar.wire.sources import NotResolved, RecipeUse, absolute, local_path, recipes_of, with_recipes
 from laminar.wire.spec import LaminarJob
 
 JOB = """\
@@ -24,7 +24,8 @@ spec:
     - {name: c, source: 'recipe://tiny'}
   rewards: [{name: f, type: python, function: ../code/r.py:score}]
 """
-MADE = {"tiny": Path("/cache/tiny"), "held": Path("/cache/./held.jsonl")}
+TINY, HELD = RecipeUse("tiny", 0), RecipeUse("held", 0)
+MADE = {TINY: Path("/cache/tiny"), HELD: Path("/cache/./held.jsonl")}
 
 
 def job() -> LaminarJob:
@@ -32,7 +33,19 @@ def job() -> LaminarJob:
 
 
 def test_recipes_are_named_once_in_order() -> None:
-    assert recipes_of(job()) == ["tiny", "held"]
+    assert recipes_of(job()) == [TINY, HELD]
+
+
+def test_training_data_alone_follow_the_seed_of_the_job() -> None:
+    seeded = JOB.replace(
+        "data: {train: {source: file:../data.jsonl}}", "data: {train: {source: 'recipe://held'}, seed: 7}"
+    )
+    made = parse_job(seeded, "job.yaml")
+    drawn = RecipeUse("held", 7)
+    assert recipes_of(made) == [TINY, drawn, HELD]
+    resolved = with_recipes(made, {**MADE, drawn: Path("/cache/held-7.jsonl")}).spec
+    assert resolved.data.train.source == "file:/cache/held-7.jsonl"
+    assert resolved.evaluations[0].source == "file:/cache/held.jsonl"
 
 
 def test_sources_and_functions_become_absolute_and_stay_so() -> None:
@@ -51,7 +64,7 @@ def test_recipes_become_the_files_that_they_made() -> None:
     ]  # fmt: skip
     assert recipes_of(made) == []
     with pytest.raises(KeyError, match="held"):
-        with_recipes(job(), {"tiny": Path("/cache/tiny")})
+        with_recipes(job(), {TINY: Path("/cache/tiny")})
 
 
 @pytest.mark.parametrize("source", ["recipe://tiny", "file:relative/path", "/no/scheme"])

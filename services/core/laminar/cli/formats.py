@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from laminar.wire.messages import EvaluationProgress
+
 _BARS = "▁▂▃▄▅▆▇█"
 Z_95 = 1.959964
 """Half-width of a 95 % interval in standard errors: means of hundreds of items are near enough to normal."""
@@ -98,3 +100,8 @@ def mean(values: Sequence[float]) -> float | None:
 
 def _bar(share: float) -> str:
     return _BARS[min(len(_BARS) - 1, int(share * len(_BARS)))]
+
+
+def evaluating(progress: EvaluationProgress) -> str:
+    """`evaluating version 0: 120/512`."""
+    return f"evaluating version {progress.version}: {count(progress.num_done)}/{count(progress.num_samples)}"

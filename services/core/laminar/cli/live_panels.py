@@ -12,10 +12,20 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from laminar.cli.formats import count, duration, histogram_bars, histogram_mean, sparkline, with_interval
+from laminar.cli.formats import count, duration, evaluating, histogram_bars, histogram_mean, sparkline, with_interval
 from laminar.cli.metering import seconds_per_step
 from laminar.cli.summary import REWARD_STEPS, series_of
-from laminar.wire.messages import EngineLoad, EvaluationRow, Event, JobStatus, MemberView, PoolPhase, Role, StepRow
+from laminar.wire.messages import (
+    EngineLoad,
+    EvaluationProgress,
+    EvaluationRow,
+    Event,
+    JobStatus,
+    MemberView,
+    PoolPhase,
+    Role,
+    StepRow,
+)
 from laminar.wire.spec import LaminarJob
 
 MAX_WIDTH = 110
@@ -54,6 +64,8 @@ def screen(shown: Screen, width: int) -> RenderableType:
     inner = min(width, MAX_WIDTH) - 4
     phase = "starting the processes" if status is None else _PHASES[status.phase]
     parts: list[RenderableType] = [_steps(shown, inner)]
+    if status is not None and status.evaluating is not None:
+        parts.append(_evaluating(status.evaluating, inner))
     if status is not None:
         parts += [_facts(shown, status, inner), Text(), _replicas(status)]
         parts += [part for part in (_evaluations(status), _conditions(status)) if part is not None]
@@ -85,6 +97,13 @@ def _steps(shown: Screen, width: int) -> RenderableType:
     speed = f"{pace:.2f} s a step" if pace is not None else ""
     words = f" {done}/{total}  {speed}  {left}".rstrip()
     return Text.assemble(("step ", "dim"), bar(done / total, max(10, width - 5 - len(words))), (words, "bold"))
+
+
+def _evaluating(progress: EvaluationProgress, width: int) -> RenderableType:
+    """No step is made meanwhile: this is what moves."""
+    name = evaluating(progress)
+    share = progress.num_done / max(1, progress.num_samples)
+    return Text.assemble((f"{name} ", "dim"), bar(share, max(10, min(40, width - len(name) - 1)), "magenta"))
 
 
 def _facts(shown: Screen, status: JobStatus, width: int) -> Table:
@@ -175,25 +194,20 @@ def _state(member: MemberView) -> Text:
 
 
 def _evaluations(status: JobStatus) -> Table | None:
-    """Progress of those under way; results of those that ended."""
+    """Results of those that ended."""
     if not status.evaluations:
         return None
     found = {(row.name, row.mode, row.point): row for row in status.evaluations}
     table = Table.grid(padding=(0, 2))
     for name, mode in series_of(status.evaluations):
-        cells = [_evaluation(found.get((name, mode, point)), point, status.phase) for point in ("first", "last")]
+        cells = [_evaluation(found.get((name, mode, point)), point) for point in ("first", "last")]
         table.add_row(Text(f"{name}, {mode}", style="dim"), *cells)
     return table
 
 
-def _evaluation(row: EvaluationRow | None, point: str, phase: PoolPhase) -> Text:
-    """A bar while it goes on. Afterwards the result, even if some responses could not be graded."""
+def _evaluation(row: EvaluationRow | None, point: str) -> Text:
     if row is None:
         return Text()
-    going_on = PoolPhase.EVALUATING_FIRST if point == "first" else PoolPhase.EVALUATING_LAST
-    if phase is going_on and row.num_graded < row.num_items:
-        share = row.num_graded / max(1, row.num_items)
-        return Text.assemble(f"{point} ", bar(share, 12, "magenta"), f" {row.num_graded}/{row.num_items}")
     return Text.assemble(f"{point} ", (with_interval(row.mean, row.stderr), "bold"))
 
 

@@ -25,28 +25,50 @@ MAX_EVENTS = 500
 
 
 class StepLog:
-    """RUN/metrics.jsonl: one line a step, in order, of the surviving lineage only."""
+    """RUN/metrics.jsonl: one line a step, in order, of the surviving lineage only. Two numbers a step in memory."""
 
     def __init__(self, run: RunFolder) -> None:
         self._path = run.metrics_file
-        self.rows: dict[int, StepRow] = {}
+        self._attempts: dict[int, int] = {}
+        self._rewards: dict[int, float] = {}
+
+    @property
+    def last_step(self) -> int:
+        """0: none yet."""
+        return next(reversed(self._attempts), 0)
+
+    @property
+    def rewards(self) -> list[float]:
+        """The mean reward of each step."""
+        return list(self._rewards.values())
+
+    def has(self, row: StepRow) -> bool:
+        """Only a later attempt trains a step again."""
+        return self._attempts.get(row.step) == row.attempt
 
     def extend(self, rows: Sequence[StepRow]) -> None:
         """Rows above all that are there."""
         with self._path.open("a") as file:
             for row in rows:
-                self.rows[row.step] = row
+                self._know(row)
                 file.write(row.model_dump_json() + "\n")
             file.flush()
             os.fsync(file.fileno())
 
     def replace(self, rows: Sequence[StepRow]) -> None:
         """All rows there are: after a rollback steps may have gone or changed."""
-        self.rows = {row.step: row for row in sorted(rows, key=lambda row: (row.step, row.attempt))}
-        if self.rows:
-            durable_write(self._path, "\n".join(row.model_dump_json() for row in self.rows.values()))
+        newest = {row.step: row for row in sorted(rows, key=lambda row: (row.step, row.attempt))}
+        self._attempts, self._rewards = {}, {}
+        for row in newest.values():
+            self._know(row)
+        if newest:
+            durable_write(self._path, "\n".join(row.model_dump_json() for row in newest.values()))
         else:
             self._path.write_bytes(b"")  # not even an empty line
+
+    def _know(self, row: StepRow) -> None:
+        self._attempts[row.step] = row.attempt
+        self._rewards[row.step] = row.reward_mean
 
 
 class Recorder:
@@ -92,11 +114,10 @@ class Recorder:
     async def _look(self, deadline_s: float) -> None:
         status = await self._client.get_json("/v1/status", JobStatus, CALL_S, deadline_s=deadline_s)
         # The last step seen may have been rolled back and trained anew: its attempt tells.
-        whole = status.attempt != self._attempt or status.committed_step < max(self._log.rows, default=0)
-        after = -1 if whole else max(self._log.rows, default=-1)
+        whole = status.attempt != self._attempt or status.committed_step < self._log.last_step
+        after = -1 if whole else self._log.last_step
         rows = await self._steps(after, deadline_s)
-        known = self._log.rows
-        news = [row for row in rows if known.get(row.step) != row]
+        news = [row for row in rows if not self._log.has(row)]
         self._keep(rows, whole=whole, attempt=status.attempt)
         await self._events(deadline_s)
         self.status = status
@@ -139,7 +160,7 @@ class Recorder:
 
     def result(self, phase: str, reason: str, num_steps: int, wall_s: float, conditions: dict[str, str]) -> Result:
         """How the run ended, from the last look."""
-        rewards = [row.reward_mean for _, row in sorted(self._log.rows.items())]
+        rewards = self._log.rewards
         status = self.status
         return Result(
             phase=phase,

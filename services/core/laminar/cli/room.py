@@ -84,11 +84,8 @@ def check(spec: JobSpec, model: Path, run: Path, num_machines: int) -> None:
 
 
 def count_parameters(model: Path) -> int:
-    """Parameters of the folder's weights: exact for safetensors, by size (2 bytes each) otherwise."""
-    total = 0
-    for path in weight_files(model):
-        total += _safetensors_parameters(path) if path.suffix == ".safetensors" else path.stat().st_size // 2
-    return total
+    """Parameters of the folder's weights, by their headers. Raises BadInput."""
+    return sum(_safetensors_parameters(path) for path in weight_files(model))
 
 
 def claimed_parameters(model: Path) -> int:

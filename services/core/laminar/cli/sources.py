@@ -18,26 +18,26 @@ from typing import Any, cast
 
 from laminar.cli.errors import BadInput
 from laminar.shell.process import child_environment
-from laminar.wire.sources import is_file, local_path, recipes_of, with_recipes
+from laminar.wire.sources import RecipeUse, is_file, local_path, recipes_of, with_recipes
 from laminar.wire.spec import Evaluation, LaminarJob, Reward, TrainData
 
 Report = Callable[[str], None]
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 """All read as one JSON object a line."""
+OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 MAX_RECIPE_LINE_BYTES = 2**20
 
 
 async def resolve(job: LaminarJob, report: Report) -> LaminarJob:
     """The absolute job with every recipe made and named by its file. Raises BadInput with the recipe's own words."""
-    names = recipes_of(job)
     async with asyncio.TaskGroup() as group:
-        tasks = {name: group.create_task(_make(name, report)) for name in names}
-    made: dict[str, Path] = {}
-    for name, task in tasks.items():
+        tasks = {use: group.create_task(_make(use, report)) for use in recipes_of(job)}
+    made: dict[RecipeUse, Path] = {}
+    for use, task in tasks.items():
         outcome = task.result()
         if not isinstance(outcome, Path):
             raise BadInput(outcome)
-        made[name] = outcome
+        made[use] = outcome
     return with_recipes(job, made)
 
 
@@ -78,12 +78,25 @@ def check_model(folder: Path) -> None:
             whole = False
         if not whole:
             raise BadInput(f"spec.model.source: {folder / name} is not a JSON object. Copy or download it again.")
-    if not any(True for _ in weight_files(folder)):
-        raise BadInput(f"spec.model.source: the model folder {folder} has no weights (*.safetensors).")
+    if not weight_files(folder):
+        raise BadInput(f"spec.model.source: the model folder {folder} has no weights (*.safetensors).{_other(folder)}")
 
 
-def weight_files(folder: Path) -> Iterator[Path]:
-    yield from sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+def weight_files(folder: Path) -> list[Path]:
+    """The only format that engine and trainer read: a pickled one may run code, and cannot be measured unread."""
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _other(folder: Path) -> str:
+    """What to do with weights of another format, if there are any."""
+    others = sorted(path.name for suffix in OTHER_WEIGHTS for path in folder.glob(f"*{suffix}"))
+    if not others:
+        return ""
+    more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+    return (
+        f" It has {others[0]}{more}, which Laminar does not read. Convert it once, beside its tokenizer: "
+        f"AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(DIR)."
+    )
 
 
 def check_data(path: Path, data: TrainData | Evaluation) -> None:
@@ -128,10 +141,10 @@ def check_function(reward: Reward) -> None:
         )
 
 
-async def _make(name: str, report: Report) -> Path | str:
+async def _make(use: RecipeUse, report: Report) -> Path | str:
     """The path that the recipe made, or why there is none."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-P", "-m", "laminar.recipes", "build", name,
+        sys.executable, "-P", "-m", "laminar.recipes", "build", use.name, "--seed", str(use.seed),
         stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         env=child_environment(), limit=MAX_RECIPE_LINE_BYTES,
     )  # fmt: skip
@@ -144,7 +157,7 @@ async def _make(name: str, report: Report) -> Path | str:
                 text = line.decode(errors="replace").strip()
                 if text:
                     last_error = text
-                    report(f"{name}: {text}")
+                    report(f"{use.name}: {text}")
         code = await process.wait()
     finally:
         if process.returncode is None:
@@ -152,7 +165,7 @@ async def _make(name: str, report: Report) -> Path | str:
             await process.wait()
     lines = printed.result().decode().splitlines()
     if code != 0 or not lines:
-        return last_error or f"The recipe '{name}' ended with exit code {code} and said nothing."
+        return last_error or f"The recipe '{use.name}' ended with exit code {code} and said nothing."
     return Path(str(json.loads(lines[-1])["path"]))
 
 

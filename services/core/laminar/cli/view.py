@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol, TextIO
 
+from laminar.cli.formats import evaluating
 from laminar.cli.run_folder import Result, RunFolder
 from laminar.wire.messages import Event, JobStatus, StepRow
 from laminar.wire.spec import LaminarJob
@@ -96,6 +97,9 @@ class PlainView(QuietView):
         if status.phase == self._phase and now_s - self._last_status_s < PLAIN_STATUS_EVERY_S:
             return
         self._phase, self._last_status_s = status.phase, now_s
+        if status.evaluating is not None:
+            self._print(f"[{status.phase}] {evaluating(status.evaluating)}")
+            return
         newest = "none" if status.newest is None else f"v{status.newest.version}"
         running = sum(load.running for load in status.loads.values())
         self._print(

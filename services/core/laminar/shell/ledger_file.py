@@ -170,8 +170,13 @@ def read_meta(connection: sqlite3.Connection) -> dict[str, str]:
 
 def read_steps(connection: sqlite3.Connection) -> list[StepRow]:
     """Committed steps of the surviving lineage, in order."""
-    rows = connection.execute("SELECT row FROM steps ORDER BY step")
-    return [StepRow.model_validate_json(row[0]) for row in rows]
+    return list(iter_steps(connection))
+
+
+def iter_steps(connection: sqlite3.Connection, after: int = 0, limit: int = -1) -> Iterator[StepRow]:
+    """The same above step `after`, one at a time, at most `limit` of them (-1: all)."""
+    rows = connection.execute("SELECT row FROM steps WHERE step > ? ORDER BY step LIMIT ?", (after, limit))
+    return (StepRow.model_validate_json(row[0]) for row in rows)
 
 
 def read_events(connection: sqlite3.Connection) -> list[Event]:

@@ -6,12 +6,13 @@ import asyncio
 import secrets
 from collections.abc import Callable
 
-from laminar.shell.calls import OldGeneration, Unreachable
+from laminar.shell.calls import OldGeneration, Refused, Unreachable
 from laminar.shell.client import PoolClient
 from laminar.wire.messages import Heartbeat, HeartbeatReply, Register, Registered, Role
 
 PERIOD_S = 1.0
 """The pool suspects a member after 3 s of silence: two beats may get lost."""
+GOODBYE_S = 1.0
 BEAT_DEADLINE_S = 2.0
 """A beat older than this is given up for a fresh one."""
 
@@ -59,6 +60,14 @@ class Member:
                 self._incarnation = reply.incarnation
                 self._client.generation = reply.generation
                 return reply.incarnation
+
+    async def leave(self, last: Heartbeat) -> None:
+        """The last word, after the heartbeats: nobody is to suspect who leaves in order. A pool that is away may miss
+        it."""
+        try:
+            await self._client.post_json("/v1/heartbeat", last, HeartbeatReply, GOODBYE_S, deadline_s=GOODBYE_S)
+        except (Unreachable, Refused):
+            return
 
     async def heartbeat_loop(
         self,

@@ -344,6 +344,15 @@ class EvaluationRow(Message):
     stderr: float
 
 
+class EvaluationProgress(Message):
+    """The evaluation that everything waits for. Done: graded, or given up as ungraded."""
+
+    point: Literal["first", "last"]
+    version: int
+    num_done: int
+    num_samples: int
+
+
 class LedgerCounts(Message):
     """The audit's numbers. admitted = consumed + sum(discarded) + open."""
 
@@ -384,6 +393,8 @@ class JobStatus(Message):
     last_step: StepRow | None
     reward_curve: list[float] = []
     evaluations: list[EvaluationRow]
+    """Of the rounds that are done."""
+    evaluating: EvaluationProgress | None = None
     checkpoints: list[CheckpointInfo]
     conditions: dict[str, str] = {}
     first_lease_wall_s: float | None = None

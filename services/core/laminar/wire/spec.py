@@ -48,7 +48,10 @@ class Data(SpecModel):
         default=1024, ge=1, le=1_000_000, description="Longer prompts are left out of training and counted as tooLong."
     )
     seed: int = Field(
-        default=0, ge=0, lt=2**31, description="Seed of the order of prompts and of every sample's randomness."
+        default=0,
+        ge=0,
+        lt=2**31,
+        description="Seed of the data that a recipe draws, of the order of prompts and of each sample's randomness.",
     )
 
 

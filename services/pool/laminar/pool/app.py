@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from collections.abc import Callable
 from typing import TypeVar
@@ -9,6 +10,7 @@ from typing import TypeVar
 from fastapi import Request
 from fastapi.responses import HTMLResponse, Response
 
+from laminar.pool.journal import COMMIT_LIMIT_S, STORE_BUSY
 from laminar.pool.page import status_page
 from laminar.pool.pool import Pool
 from laminar.pool.signals import Signal, until
@@ -52,7 +54,7 @@ MAX_WAIT_S = 60.0
 MAX_LEASE_BYTES = 2**20
 MAX_PROGRESS_BYTES = 256 * 2**20
 """A replica that was cut off for minutes sends all that it buffered in one call."""
-MAX_EVENTS, MAX_STEPS = 1000, 10_000
+MAX_EVENTS, MAX_STEPS = 1000, 1000
 
 
 def add_routes(service: Service, pool: Pool) -> None:
@@ -244,7 +246,14 @@ def _people_routes(service: Service, pool: Pool) -> None:
 
     @router.get("/steps")
     async def steps(after: int = 0) -> list[StepRow]:
-        return [row for step, row in books.trained.steps.items() if step > after][:MAX_STEPS]
+        rows = books.trained.steps.after(after, MAX_STEPS)
+        if rows is not None:
+            return rows
+        try:
+            async with asyncio.timeout(COMMIT_LIMIT_S):
+                return await books.journal.store.steps_after(after, MAX_STEPS)
+        except TimeoutError as error:
+            raise Refusal(503, *(books.journal.store.condition or STORE_BUSY)) from error
 
     @router.post("/stop")
     async def stop(body: StopRequest) -> Ack:

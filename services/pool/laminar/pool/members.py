@@ -259,7 +259,7 @@ class Members:
                 # Whoever was heard since the pause needs no allowance for it.
                 member.heard_s = min(now_s, member.heard_s + lag_s)
                 member.progress_s = min(now_s, member.progress_s + lag_s)
-        quiet = [m for m in self.all() if not m.suspect and m.state is not MemberState.STOPPED]
+        quiet = [m for m in self.all() if not (m.suspect or m.fenced or m.state is MemberState.STOPPED)]
         silent = [member for member in quiet if now_s - member.heard_s > SILENT_S]
         for member in silent:
             member.suspect = True

@@ -51,7 +51,8 @@ function show(s) {
   document.title = `${s.job} ${s.committed_step}/${s.steps}`;
   byId("job").textContent = s.job;
   const conditions = Object.entries(s.conditions).map(([k, v]) => `${k}: ${v}`).join(" ");
-  byId("phase").textContent = [s.phase, s.reason, conditions].filter(Boolean).join(" - ");
+  const e = s.evaluating, doing = e ? `evaluating version ${e.version}: ${e.num_done}/${e.num_samples}` : s.phase;
+  byId("phase").textContent = [doing, s.reason, conditions].filter(Boolean).join(" - ");
   byId("bar").style.width = 100 * s.committed_step / s.steps + "%";
   const c = s.counts;
   byId("facts").replaceChildren(

@@ -16,8 +16,12 @@ from laminar.core.identity import GroupKey, SampleKey
 from laminar.core.prompts import StreamPosition
 from laminar.core.samples import DiscardReason, Group, GroupState, Holder, Sample, SampleState, SealedBatch, ToolSpan
 from laminar.core.versions import VersionRow, VersionState
-from laminar.shell.ledger_file import crc, read_events, read_meta, read_rounds, read_steps, read_versions
-from laminar.wire.messages import Event, Register, StepRow
+from laminar.pool.history import StepHistory
+from laminar.shell.ledger_file import crc, iter_steps, read_events, read_meta, read_rounds, read_versions
+from laminar.wire.messages import Event, Register
+
+KEPT, REMOVABLE = "kept", "removable"
+"""States of a checkpoint in the register."""
 
 
 class DamagedSegment(ValueError):
@@ -43,7 +47,7 @@ class Stored:
     counters: Counters
     position: StreamPosition
     committed_step: int
-    steps: list[StepRow]
+    steps: StepHistory
     checkpoints: list[tuple[CheckpointRow, str]]
     rounds: dict[EvalPoint, EvaluationRound]
     events: list[Event]
@@ -57,6 +61,11 @@ def read_all(db: sqlite3.Connection) -> Stored:
     committed_step = int(meta.get("committed_step", 0))
     pass_, _, cursor = meta.get("position", "0 0").partition(" ")
     num_loads, load_seq = db.execute("SELECT COUNT(*), COALESCE(MAX(seq), 0) FROM loads").fetchone()
+    checkpoints = [
+        (CheckpointRow(step, attempt, path, tuple(sorted(json.loads(manifest).items()))), state)
+        for path, step, attempt, manifest, state in db.execute("SELECT * FROM checkpoints ORDER BY step, attempt")
+    ]
+    kept_steps = [row.step for row, state in checkpoints if state == KEPT]
     members = db.execute("SELECT register, incarnation, fenced FROM members ORDER BY slot")
     return Stored(
         meta=meta,
@@ -70,11 +79,8 @@ def read_all(db: sqlite3.Connection) -> Stored:
         counters=counters_of(json.loads(meta["counters"])) if "counters" in meta else Counters(),
         position=StreamPosition(int(pass_), int(cursor)),
         committed_step=committed_step,
-        steps=read_steps(db),
-        checkpoints=[
-            (CheckpointRow(step, attempt, path, tuple(sorted(json.loads(manifest).items()))), state)
-            for path, step, attempt, manifest, state in db.execute("SELECT * FROM checkpoints ORDER BY step, attempt")
-        ],
+        steps=StepHistory.read(iter_steps(db), min(kept_steps, default=0)),
+        checkpoints=checkpoints,
         rounds=read_rounds(db),
         events=read_events(db),
         num_loads=num_loads,

@@ -198,6 +198,9 @@ class Rollouts:
         watch.observe(graded=reward is not None, detail=detail)
         if reward is None:
             books.conditions[UNGRADED] = watch.condition
+        warning = watch.take_warning()
+        if warning:
+            books.journal.event("ungraded", warning)
         if watch.broken and not books.failed_reason:
             books.failed_reason = watch.broken
             books.journal.event("failed", watch.broken)

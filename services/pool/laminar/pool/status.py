@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from laminar.core.samples import DiscardReason
-from laminar.core.versions import VersionRow, VersionState
+from laminar.core.versions import VersionRow
 from laminar.pool.books import Books
 from laminar.shell.ledger_file import evaluation_rows
 from laminar.wire.messages import (
     CheckpointInfo,
+    EvaluationProgress,
     EvaluationRow,
     Histogram,
     JobStatus,
@@ -32,7 +32,6 @@ def job_status(books: Books) -> JobStatus:
     """Everything that `laminar status` and the live view show."""
     now_s, identity = books.clock.monotonic_s(), books.identity
     newest = books.register.newest
-    steps = list(books.trained.steps.values())
     conditions = dict(books.conditions)
     if books.journal.store.condition is not None:
         reason, text = books.journal.store.condition
@@ -53,11 +52,12 @@ def job_status(books: Books) -> JobStatus:
         members=[member.view(now_s) for member in books.members.all()],
         loads={member.slot: member.load for member in replicas if member.load is not None},
         counts=ledger_counts(books),
-        inherent=_histogram(row.inherent for row in steps),
-        consumed=_histogram(row.consumed for row in steps),
-        last_step=steps[-1] if steps else None,
-        reward_curve=[row.reward_mean for row in steps[:: 1 + len(steps) // CURVE_POINTS]],
+        inherent=books.trained.steps.inherent,
+        consumed=books.trained.steps.consumed,
+        last_step=books.trained.steps.last,
+        reward_curve=books.trained.steps.reward_curve(CURVE_POINTS),
         evaluations=evaluations(books),
+        evaluating=_evaluating(books),
         checkpoints=[
             CheckpointInfo(step=row.step, attempt=row.attempt, path=row.path, manifest=dict(row.manifest))
             for row in books.trained.checkpoints.kept
@@ -74,6 +74,15 @@ def evaluations(books: Books) -> list[EvaluationRow]:
     """Results of the rounds that are done."""
     done = [round_ for point, round_ in sorted(books.rounds.items()) if books.round_done(point)]
     return [row for round_ in done for row in evaluation_rows(round_, books.register.row(round_.version).step)]
+
+
+def _evaluating(books: Books) -> EvaluationProgress | None:
+    round_ = books.round
+    if round_ is None:
+        return None
+    return EvaluationProgress(
+        point=round_.point.value, version=round_.version, num_done=round_.num_done, num_samples=len(round_.samples)
+    )
 
 
 def ledger_counts(books: Books) -> LedgerCounts:
@@ -100,13 +109,6 @@ def _visible(row: VersionRow) -> Visible:
     return Visible(version=row.version, step=row.step, digest=row.digest)
 
 
-def _histogram(rows: Iterable[dict[int, int]]) -> Histogram:
-    total: Counter[int] = Counter()
-    for row in rows:
-        total.update(row)
-    return Histogram(counts=dict(sorted(total.items())))
-
-
 class BooksCollector(Collector):
     """Reads the books when asked: between scrapes it costs nothing."""
 
@@ -124,7 +126,11 @@ class BooksCollector(Collector):
             ("laminar_steps", "Steps of the job", status.steps),
             ("laminar_reward", "Mean reward of the last step", last.reward_mean if last else 0.0),
             ("laminar_version", "Newest visible version", status.newest.version if status.newest else -1),
-            ("laminar_versions_burned", "Versions whose trainer died before they were complete", _burned(books)),
+            (
+                "laminar_versions_burned",
+                "Versions whose trainer died before they were complete",
+                books.register.num_burned,
+            ),
             ("laminar_chain_epoch", "Epoch of the relay chain", status.epoch),
             ("laminar_trainer_attempt", "Attempt of the trainer", status.attempt),
             ("laminar_open_samples", "Admitted samples that have not ended", status.counts.open),
@@ -144,12 +150,8 @@ class BooksCollector(Collector):
             member.slot: float(member.suspect) for member in status.members
         })  # fmt: skip
         tokens = CounterMetricFamily("laminar_response_tokens", "Tokens of responses that steps consumed")
-        tokens.add_metric((), sum(row.response_tokens for row in books.trained.steps.values()))
+        tokens.add_metric((), books.trained.steps.response_tokens)
         yield tokens
-
-
-def _burned(books: Books) -> int:
-    return sum(row.state is VersionState.BURNED for row in books.register.rows())
 
 
 def _totals(counts: LedgerCounts) -> Iterable[Metric]:

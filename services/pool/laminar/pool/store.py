@@ -27,8 +27,9 @@ from laminar.pool import statements
 from laminar.pool.restore import Stored, consumed_after, read_all
 from laminar.pool.rows import Op, meta
 from laminar.pool.snapshot import make_snapshot
-from laminar.shell.ledger_file import FILE_NAME, SCHEMA_VERSION, newer_schema, read_meta, schema, schema_of
+from laminar.shell.ledger_file import FILE_NAME, SCHEMA_VERSION, iter_steps, newer_schema, read_meta, schema, schema_of
 from laminar.shell.ledger_migrations import migrate
+from laminar.wire.messages import StepRow
 
 T = TypeVar("T")
 
@@ -79,6 +80,10 @@ class Store(Protocol):
 
     async def consumed_after(self, step: int) -> list[tuple[SealedBatch, list[Group]]]:
         """The consumed batches later than `step`, with their groups, samples and tokens, in the sealed order."""
+        ...
+
+    async def steps_after(self, step: int, limit: int) -> list[StepRow]:
+        """At most `limit` rows of committed steps later than `step`, in order."""
         ...
 
     async def snapshot(self, step: int) -> bytes:
@@ -145,6 +150,9 @@ class SqliteStore:
 
     async def consumed_after(self, step: int) -> list[tuple[SealedBatch, list[Group]]]:
         return await self._read(lambda db: consumed_after(db, step))
+
+    async def steps_after(self, step: int, limit: int) -> list[StepRow]:
+        return await self._read(lambda db: list(iter_steps(db, step, limit)))
 
     async def snapshot(self, step: int) -> bytes:
         await self.submit(())

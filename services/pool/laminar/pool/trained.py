@@ -8,11 +8,10 @@ from laminar.core.checkpoints import CheckpointRegister, CheckpointRow
 from laminar.core.samples import SealedBatch
 from laminar.pool import rows
 from laminar.pool.journal import Journal
-from laminar.pool.restore import Stored
+from laminar.pool.restore import KEPT, REMOVABLE, Stored
 from laminar.pool.signals import Clock
 from laminar.wire.messages import StepRow
 
-KEPT, REMOVABLE = "kept", "removable"
 MAX_REMOVABLE = 64
 """The trainer deletes them at once; older ones were told before."""
 
@@ -28,7 +27,7 @@ class Trained:
         """Responses of steps 2 to this one are gone."""
         self.taken_step = 0
         """The batch that the present attempt has taken and not committed; 0: none."""
-        self.steps = {row.step: row for row in stored.steps}
+        self.steps = stored.steps
         self.checkpoints = CheckpointRegister(keep, [row for row, state in stored.checkpoints if state == KEPT])
         self.removable = [row for row, state in stored.checkpoints if state == REMOVABLE]
 
@@ -40,7 +39,7 @@ class Trained:
     def begin(self, attempt: int, restored_step: int) -> None:
         """A later attempt trains from here on; what it will do again is not done."""
         self.write_checkpoints(self.checkpoints.supersede_after(restored_step))
-        self.steps = {number: row for number, row in self.steps.items() if number <= restored_step}
+        self.steps.forget_after(restored_step)
         self.attempt, self.restored_step, self.taken_step = attempt, restored_step, 0
         self._journal.write(
             rows.DeleteAbove("steps", restored_step),
@@ -52,7 +51,7 @@ class Trained:
         self._journal.write(rows.batch(batch, self._clock.wall_s()))
 
     def write_step(self, row: StepRow) -> None:
-        self.steps[row.step] = row
+        self.steps.add(row, self.checkpoints.prunable_step)
         self.taken_step = 0
         self._journal.write(rows.step(row))
 

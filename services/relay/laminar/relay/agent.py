@@ -143,6 +143,8 @@ class RelayAgent:
                     )
                     tasks.create_task(beat)
                     tasks.create_task(self._tell(member))
+                if self._service.stopping.is_set():
+                    await member.leave(self._heartbeat(member).model_copy(update={"state": MemberState.STOPPED}))
             except* (Superseded, Unknown) as errors:
                 log.warning("the pool wants a new incarnation", extra=fields(why=errors.exceptions[0]))
             self._service.unwatch(BEAT)

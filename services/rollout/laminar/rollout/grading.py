@@ -16,6 +16,7 @@ from contextlib import suppress
 
 import msgspec
 
+from laminar.core.grading import TryBudget
 from laminar.rollout.channel import ChannelClosed, SpawnedChild, read_frame, spawn_child
 from laminar.rollout.grader_messages import GradeAnswer, GradeCall, GraderEvent, GraderReady, GraderSetup, GradeTask
 from laminar.rollout.rewards import combined
@@ -26,8 +27,6 @@ from laminar.wire.dataplane import GradeItem
 
 log = logging.getLogger(__name__)
 
-NUM_TRIES = 3
-"""The first and two retries."""
 START_LIMIT_S = 60.0
 """Imports of math-verify or of the user's module, on a busy machine."""
 _SECRET = "LAMINAR_TOKEN"
@@ -36,6 +35,10 @@ _DECODER = msgspec.msgpack.Decoder(GraderEvent)
 
 class GradingFailed(Exception):
     """One try did not give a value; the text says why."""
+
+
+class GradingHung(GradingFailed):
+    """It had not ended when its time was over."""
 
 
 class GraderPool:
@@ -49,6 +52,7 @@ class GraderPool:
         self._num_workers = num_workers
         self._tasks: asyncio.Queue[GradeTask] = asyncio.Queue()
         self.results: asyncio.Queue[GradeItem] = asyncio.Queue()
+        self._budget = TryBudget()
         self.num_killed = 0
         """Workers killed for exceeding their time, or found dead."""
 
@@ -81,7 +85,9 @@ class GraderPool:
                 try:
                     worker = worker or await _Worker.start(self._setup)
                     await self._grade(worker, task)
+                    self._budget.observe(hung=False)
                 except GradingFailed as error:
+                    self._budget.observe(hung=isinstance(error, GradingHung))
                     self._retry(task, str(error))
                 if worker is not None and worker.dead:
                     self.num_killed += 1
@@ -106,7 +112,7 @@ class GraderPool:
                 try:
                     task.parts[rule.name] = await worker.grade(call, rule.timeout_s)
                 except GradingFailed as error:
-                    raise GradingFailed(f"reward {rule.name}: {error}") from error
+                    raise type(error)(f"reward {rule.name}: {error}") from error
         reward = combined(self._setup.rules, task.parts)
         self.results.put_nowait(
             GradeItem(id=task.key.sample, term=task.key.term, status="ok", reward=reward, parts=task.parts)
@@ -114,7 +120,7 @@ class GraderPool:
 
     def _retry(self, task: GradeTask, failure: str) -> None:
         task.failures.append(failure)
-        if len(task.failures) < NUM_TRIES:
+        if len(task.failures) < self._budget.num_tries:
             # Behind what waits: another worker may take it.
             self._tasks.put_nowait(task)
             return
@@ -172,7 +178,7 @@ class _Worker:
                 return _DECODER.decode(await read_frame(self._child.reader))
         except TimeoutError:
             self.dead = True
-            raise GradingFailed(f"not done within {timeout_s:g} s; the grader was killed") from None
+            raise GradingHung(f"not done within {timeout_s:g} s; the grader was killed") from None
         except (ChannelClosed, ValueError) as error:
             self.dead = True
             raise GradingFailed(f"the grader ended before it had answered ({error})") from None

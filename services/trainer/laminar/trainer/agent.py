@@ -166,6 +166,7 @@ class Agent:
                 try:
                     await member.join(deadline_s=JOIN_DEADLINE_S)
                     await member.heartbeat_loop(lambda: self._heartbeat(member), until=self._ended)
+                    await member.leave(self._heartbeat(member))
                 except Unreachable:
                     log.warning("the pool does not answer the registration: trying again")
                 except Unknown:

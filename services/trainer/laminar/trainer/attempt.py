@@ -81,12 +81,10 @@ class Attempt:
         ranks: Group,
         trained: Trained,
         begin_save: BeginSave,
-        keep: int,
         pulse: Pulse,
         stop_asked: Callable[[], bool],
         hand_over: HandOver = hand_over,
     ) -> None:
-        """`keep`: failed saves in a row that end the attempt."""
         self._settings = settings
         self._trained = trained
         self._pulse = pulse
@@ -95,7 +93,7 @@ class Attempt:
         self._ranks = ranks
         self._books = Books(settings, f"rank-{self._ranks.rank}")
         self._checkpointer = Checkpointer(
-            settings.checkpoints, settings.attempt, keep, begin_save, lambda: Books(settings, "checkpoint"),
+            settings.checkpoints, settings.attempt, begin_save, lambda: Books(settings, "checkpoint"),
             is_first=ranks.is_first,
         )  # fmt: skip
         self._publisher: Publisher | None = None
@@ -183,7 +181,7 @@ class Attempt:
             self.checkpoint(step)
         self._pulse.mark(Phase.SAVE)
         self._checkpointer.finish()
-        self._checkpointer.check()
+        self._checkpointer.require_saved()
         if done:
             if self._settings.model_out is not None:
                 self._trained.write_model(self._settings.model_out)

@@ -151,7 +151,7 @@ def run(settings: TrainerSettings, job: LaminarJob, stop_asked: Callable[[], boo
     wait: Wait = threading.Event().wait  # of an event that nobody sets
     training = EmulatedTraining(job.spec, local_path(job.spec.model.source), wait)
     attempt = Attempt(
-        settings, OneRank(), training, training.begin_save, job.spec.trainer.checkpoint.keep, pulse, stop_asked,
+        settings, OneRank(), training, training.begin_save, pulse, stop_asked,
         slowed(section.broadcast_seconds / emulation.time_scale, wait),
     )  # fmt: skip
     loop.train(job.spec, attempt, training)

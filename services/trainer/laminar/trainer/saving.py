@@ -67,23 +67,23 @@ class BeginSave(Protocol):
 class Checkpointer:
     """Owner: the training thread of each rank, which makes the same calls on all. One save at a time.
 
-    Rank 0 alone seals, registers and deletes. A failed save is reported to the pool and training goes on; after
-    `keep` of them in a row `check` raises.
+    Rank 0 alone seals, registers and deletes. A failed save is reported to the pool, which counts them, and training
+    goes on for as long as the pool hands out batches.
     """
 
     def __init__(
-        self, root: Path, attempt: int, keep: int, begin_save: BeginSave, make_books: Callable[[], Books], *,
+        self, root: Path, attempt: int, begin_save: BeginSave, make_books: Callable[[], Books], *,
         is_first: bool = True,
     ) -> None:  # fmt: skip
         self._root = root
         self._attempt = attempt
-        self._keep = keep
         self._begin_save = begin_save
         self._make_books = make_books
         self._is_first = is_first
         self._wait_written: WaitWritten | None = None
         self._sealing: Background | None = None
-        self._failures: list[str] = []
+        self._failure = ""
+        """Of the last save."""
 
     def save(self, step: int) -> float:
         """Begins a save; returns the seconds that training stood still. Waits for the save before, if it still runs."""
@@ -110,14 +110,16 @@ class Checkpointer:
             self._sealing = None
 
     def check(self) -> None:
-        """Raises StorageFailure after `keep` failed saves in a row, and what ended the sealing thread."""
+        """Raises what ended the sealing thread; a failure to write is none of it."""
         if self._sealing is not None:
             self._sealing.check_if_ended()
-        if len(self._failures) >= self._keep:
+
+    def require_saved(self) -> None:
+        """At the end: raises StorageFailure if the last save, waited for with `finish`, could not be written."""
+        if self._failure:
             raise StorageFailure(
-                f"The last {len(self._failures)} checkpoints could not be written to {self._root}, the latest because: "
-                f"{self._failures[-1]}. Training stops here, because all work since the last good checkpoint would be "
-                f"lost with the next failure. Free space on that volume or mount it again, then resume the run."
+                f"The last checkpoint could not be written to {self._root}: {self._failure}. Free space on that volume "
+                f"or mount it again, then run the job again: it goes on from the last good checkpoint."
             )
 
     def _seal(self, folder: Path, step: int, wait_written: WaitWritten) -> None:
@@ -131,15 +133,15 @@ class Checkpointer:
                 self._report_failure(books, folder, step, error)
                 return
             reply = books.checkpoint_durable(info)
-            self._failures.clear()
+            self._failure = ""
             log.info("checkpoint written", extra=fields(step=step, path=info.path))
             for old in reply.removable:
                 self._remove(old)
 
     def _report_failure(self, books: Books, folder: Path, step: int, error: BaseException) -> None:
         reason = paragraph(error)
-        self._failures.append(reason)
-        log.error("checkpoint failed", extra=fields(step=step, reason=reason, in_a_row=len(self._failures)))
+        self._failure = reason
+        log.error("checkpoint failed", extra=fields(step=step, reason=reason))
         shutil.rmtree(folder, ignore_errors=True)  # what cannot be removed now goes at the next start
         books.checkpoint_failed(step, reason)
 

@@ -38,7 +38,7 @@ def run(settings: TrainerSettings, job: LaminarJob, stop_asked: Callable[[], boo
     folder = inspect(local_path(job.spec.model.source))
     learner = Learner(Policy.load(folder, ranks), training_plan(job.spec))
     state = TorchState(learner, folder)
-    attempt = Attempt(settings, ranks, state, state.begin_save, job.spec.trainer.checkpoint.keep, pulse, stop_asked)
+    attempt = Attempt(settings, ranks, state, state.begin_save, pulse, stop_asked)
     loop.train(job.spec, attempt, learner)
     attempt.close()
     pulse.close()
