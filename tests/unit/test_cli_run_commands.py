@@ -26,7 +26,7 @@ from laminar.cli.report import render, write_report
 from laminar.cli.run_data import MAX_TRAJECTORIES, Thinning, load_run
 from laminar.cli.run_folder import Result, RunFolder, State, StoredMember, new_record
 from laminar.cli.view import QuietView
-from laminar.shell.ledger_file import FILE_NAME, SCHEMA_VERSION, columns, schema
+from laminar.shell.ledger_file import FILE_NAME, SCHEMA_VERSION, columns, crc, schema
 from laminar.wire.codec import pack_logprobs, pack_tokens
 from laminar.wire.messages import EngineLoad, Event, Histogram, JobStatus, LedgerCounts, PoolPhase, StepRow
 from laminar.wire.spec import LaminarJob
@@ -104,7 +104,7 @@ class Books:
         text = NASTY if number == 0 else f"{number % 7} + {number % 5} ="
         self.put(
             "groups", **{"pass": 0}, prompt=number, state=state, ready_seq=number,
-            step=None if prompt is None else step, prompt_text=text, answer=str(number % 7 + number % 5),
+            step=None if prompt is None else step, prompt_text=text, answer=str(number % 7 + number % 5), at_step=step,
         )  # fmt: skip
         start, ends, made = self.clock_s[slot], [], []
         stale = min(step - 1, self.rng.choice([0, 0, 1, 1, 2]))
@@ -121,9 +121,10 @@ class Books:
                 leased_wall_s=START_WALL_S + start, finished_wall_s=START_WALL_S + ends[-1],
             )  # fmt: skip
             if state == "consumed":
+                tokens, logprobs = pack_tokens(range(length)), pack_logprobs([0.0] * length)
                 self.put(
-                    "segments", **{"pass": 0}, prompt=number, idx=index, start=0, tokens=pack_tokens(range(length)),
-                    logprobs=pack_logprobs([0.0] * length),
+                    "segments", **{"pass": 0}, prompt=number, idx=index, start=0, tokens=tokens, logprobs=logprobs,
+                    crc=crc(tokens, logprobs),
                 )  # fmt: skip
             made.append((float(good), length, (max(0, stale - 1), stale)))
         self.clock_s[slot] = max(ends) if number % GROUPS > GROUPS - 3 else start + 0.05
