@@ -14,6 +14,7 @@ from laminar.cli.driver import Driver, Ending
 from laminar.cli.errors import EXIT_BAD_INPUT, EXIT_COMPLETE, EXIT_FAILED, EXIT_INTERRUPTED, BadInput
 from laminar.cli.launch import Launchpad, machine_names
 from laminar.cli.live import LiveView
+from laminar.cli.output import lasting
 from laminar.cli.recorders import attach
 from laminar.cli.report import write_report
 from laminar.cli.run import Options
@@ -28,11 +29,12 @@ from laminar.wire.spec import LaminarJob
 
 def choose_view(*, quiet: bool, json: bool) -> View:
     """`json` wins over `quiet`; a terminal gets the live screen, a pipe plain lines."""
+    out = lasting(sys.stdout)
     if json:
-        return JsonView(sys.stdout)
+        return JsonView(out)
     if quiet:
-        return QuietView(sys.stdout)
-    return LiveView(Console()) if sys.stdout.isatty() else PlainView(sys.stdout)
+        return QuietView(out)
+    return LiveView(Console(file=out)) if out.isatty() else PlainView(out)
 
 
 def execute(file: Path, overrides: list[str], options: Options, view: View) -> int:
