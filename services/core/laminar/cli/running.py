@@ -43,6 +43,8 @@ def execute(file: Path, overrides: list[str], options: Options, view: View) -> i
         job = load_job(file, overrides)
     except JobFileError as error:
         raise BadInput(str(error)) from error
+    if options.fresh and options.resume_from is not None:
+        raise BadInput("--fresh starts over, --resume-from goes back in the run that is there: give one of the two.")
     asked = absolute(job, file.absolute().parent)
     sources.check(asked)
     path = (options.run or Path("runs") / job.metadata.name).absolute()
