@@ -417,6 +417,8 @@ def test_a_job_file_is_checked_without_running_it(tmp_path: Path) -> None:
     assert "sums, 5 steps" in laminar("validate", file, "--set", "steps=5").stdout
     refused = laminar("validate", file, "--set", "stepz=5")
     assert refused.exit_code == 2 and "steps" in refused.stderr and "Traceback" not in refused.stderr
+    refused = laminar("validate", file, "--set", "rewards.0.extract.regex=((")
+    assert refused.exit_code == 2 and "extract.regex: this is not a regular expression" in refused.stderr
 
 
 def test_starting_over_and_going_back_at_once_is_refused_and_touches_nothing(run: Path, tmp_path: Path) -> None:
