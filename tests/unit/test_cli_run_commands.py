@@ -23,8 +23,10 @@ from laminar.cli.errors import BadInput
 from laminar.cli.logs import Follower
 from laminar.cli.recorders import attach
 from laminar.cli.report import render, write_report
+from laminar.cli.run import Options
 from laminar.cli.run_data import MAX_TRAJECTORIES, Thinning, load_run
 from laminar.cli.run_folder import Result, RunFolder, State, StoredMember, new_record
+from laminar.cli.running import execute
 from laminar.cli.view import QuietView
 from laminar.shell.ledger_file import FILE_NAME, SCHEMA_VERSION, columns, crc, schema
 from laminar.wire.codec import pack_logprobs, pack_tokens
@@ -416,6 +418,19 @@ def test_a_job_file_is_checked_without_running_it(tmp_path: Path) -> None:
     assert "sums, 5 steps" in laminar("validate", file, "--set", "steps=5").stdout
     refused = laminar("validate", file, "--set", "stepz=5")
     assert refused.exit_code == 2 and "steps" in refused.stderr and "Traceback" not in refused.stderr
+    refused = laminar("validate", file, "--set", "rewards.0.extract.regex=((")
+    assert refused.exit_code == 2 and "extract.regex: this is not a regular expression" in refused.stderr
+
+
+def test_starting_over_and_going_back_at_once_is_refused_and_touches_nothing(run: Path, tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(
+        "metadata: {name: sums}\nspec:\n  steps: 3\n  model: {source: recipe://arithmetic-tiny}\n"
+        "  data: {train: {source: recipe://chain-sum}}\n  rewards: [{name: answer, type: exact}]\n"
+    )
+    with pytest.raises(BadInput, match="give one of the two"):
+        execute(file, [], Options(run, fresh=True, resume_from=2), QuietView(io.StringIO()))
+    assert (run / "job.json").exists()
 
 
 @pytest.mark.parametrize("command", ["status", "audit", "report", "samples", "logs"])

@@ -14,6 +14,7 @@ from laminar.cli.driver import Driver, Ending
 from laminar.cli.errors import EXIT_BAD_INPUT, EXIT_COMPLETE, EXIT_FAILED, EXIT_INTERRUPTED, BadInput
 from laminar.cli.launch import Launchpad, machine_names
 from laminar.cli.live import LiveView
+from laminar.cli.output import lasting
 from laminar.cli.recorders import attach
 from laminar.cli.report import write_report
 from laminar.cli.run import Options
@@ -28,11 +29,12 @@ from laminar.wire.spec import LaminarJob
 
 def choose_view(*, quiet: bool, json: bool) -> View:
     """`json` wins over `quiet`; a terminal gets the live screen, a pipe plain lines."""
+    out = lasting(sys.stdout)
     if json:
-        return JsonView(sys.stdout)
+        return JsonView(out)
     if quiet:
-        return QuietView(sys.stdout)
-    return LiveView(Console()) if sys.stdout.isatty() else PlainView(sys.stdout)
+        return QuietView(out)
+    return LiveView(Console(file=out)) if out.isatty() else PlainView(out)
 
 
 def execute(file: Path, overrides: list[str], options: Options, view: View) -> int:
@@ -41,6 +43,8 @@ def execute(file: Path, overrides: list[str], options: Options, view: View) -> i
         job = load_job(file, overrides)
     except JobFileError as error:
         raise BadInput(str(error)) from error
+    if options.fresh and options.resume_from is not None:
+        raise BadInput("--fresh starts over, --resume-from goes back in the run that is there: give one of the two.")
     asked = absolute(job, file.absolute().parent)
     sources.check(asked)
     path = (options.run or Path("runs") / job.metadata.name).absolute()

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol, TextIO
 
-from laminar.cli.formats import evaluating
+from laminar.cli.formats import Z_95, evaluating
 from laminar.cli.run_folder import Result, RunFolder
 from laminar.wire.messages import Event, JobStatus, StepRow
 from laminar.wire.spec import LaminarJob
@@ -165,7 +165,7 @@ def ending(result: Result, run: RunFolder) -> list[str]:
     if result.reward_first is not None and result.reward_last is not None:
         lines.append(f"reward {result.reward_first:.3f} -> {result.reward_last:.3f} (first and last 5 steps)")
     for row in result.evaluations:
-        lines.append(f"{row.name} ({row.mode}, {row.point} version): {row.mean:.3f} +- {row.stderr:.3f}")
+        lines.append(f"{row.name} ({row.mode}, {row.point} version): {row.mean:.3f} +- {Z_95 * row.stderr:.3f}")
     if result.skipped_prompts:
         lines.append(f"prompts left out: {left_out(result.skipped_prompts)}")
     lines.extend(f"{name}: {text}" for name, text in result.conditions.items() if text)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -86,6 +87,8 @@ def running_totals(expression: str) -> list[int]:
 
 def _bounded(num_terms: int, split: Split, seed: int) -> Iterator[Sum]:
     """The sums of this many terms that stay in bounds and belong to `split`, in the source's order."""
+    # Somebody else's files say so when they are compiled, and a first run would begin with it.
+    warnings.filterwarnings("ignore", '"is" with', SyntaxWarning)
     import reasoning_gym  # slow to import (1.7 CPU-s): only where it is used
 
     library: Any = reasoning_gym  # without types

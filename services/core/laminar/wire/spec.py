@@ -8,6 +8,7 @@ refused (`laminar.wire.job_file` turns a refusal into a sentence that names the 
 from __future__ import annotations
 
 import math
+import re
 from enum import StrEnum
 from typing import Annotated, Literal
 
@@ -85,6 +86,15 @@ class Extract(SpecModel):
         if (self.tag is None) == (self.regex is None):
             raise ValueError("give exactly one of 'tag' and 'regex'")
         return self
+
+    @field_validator("regex")
+    @classmethod
+    def _compiles(cls, regex: str | None) -> str | None:
+        try:
+            re.compile(regex or "")
+        except re.error as error:
+            raise ValueError(f"this is not a regular expression: {error}") from error
+        return regex
 
 
 class RewardType(StrEnum):

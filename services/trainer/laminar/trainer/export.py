@@ -44,6 +44,8 @@ def write_model(out: Path, source: ModelFolder, tensors: Mapping[str, Tensor]) -
                 shutil.copyfile(file, unfinished / file.name)
         contents = {name: tensor.to(wire_dtype(tensor, source)).contiguous() for name, tensor in tensors.items()}
         save_file(contents, unfinished / WEIGHTS, metadata={"format": "pt"})
+        # save_file makes it for the owner alone; it is as public as the files beside it.
+        shutil.copymode(unfinished / "config.json", unfinished / WEIGHTS)
         put_in_place(unfinished, out)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
