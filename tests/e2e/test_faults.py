@@ -61,6 +61,22 @@ def test_a_killed_trainer_process_means_a_new_attempt_and_no_lost_step(job: Any,
     job.assert_complete_and_clean()
 
 
+@pytest.mark.parametrize("victim", ["-u -m laminar.trainer.rank", "torch.distributed.run"])
+def test_a_stopped_trainer_process_is_noticed_killed_and_followed_by_a_new_attempt(
+    make_job: Callable[..., Any], until: Any, victim: str
+) -> None:
+    job = make_job()
+    job.start("--set", "steps=60")
+    job.wait_step(6)
+    attempt = job.status()["attempt"]
+    pid = job.process(victim)
+    job.kill(pid, signal.SIGSTOP)
+    until("the next attempt trains", lambda: (s := job.status()) and s["attempt"] > attempt, 120)
+    assert not os.path.exists(f"/proc/{pid}")
+    assert any("hung and were killed" in text and f"process {pid}" in text for text in job.events()), job.events()
+    job.assert_complete_and_clean(60)
+
+
 def test_a_killed_pool_reopens_its_store_and_nobody_notices_more_than_a_wait(job: Any) -> None:
     job.start()
     for step in (3, 8, 13):
@@ -138,6 +154,12 @@ def test_a_run_goes_back_to_its_oldest_kept_checkpoint_and_replays(job: Any) -> 
     assert job.wait_end() == 0
     first = job.audit()
     kept = sorted(int(path.name.split("-")[1]) for path in (job.folder / "checkpoints").glob("step-*-attempt-*"))
+    stray = job.folder / "checkpoints" / "step-2-attempt-9"
+    stray.mkdir()
+    job.start("--resume-from", "2")
+    assert job.wait_end() == 2
+    assert "keeps no checkpoint of step 2: step-2-attempt-9 is there, but" in job.stderr_file.read_text()
+    stray.rmdir()
     job.start("--resume-from", str(kept[0]))
     again = job.assert_complete_and_clean()
     assert again["consumed"] == first["consumed"]

@@ -27,8 +27,10 @@ DEADLINE_S = 60
 
 
 class StandinLaunchpad(Launchpad):
-    def launch(self, create: Create, generation: int, restore_step: int | None) -> Launch:
-        real = super().launch(create, generation, restore_step)
+    def launch(
+        self, create: Create, generation: int, restore_step: int | None, checkpoint: Path | None = None
+    ) -> Launch:
+        real = super().launch(create, generation, restore_step, checkpoint)
         return replace(real, command=(sys.executable, str(STANDIN)))
 
 

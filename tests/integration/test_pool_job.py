@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from laminar.core.samples import ToolSpan
 from laminar.shell.audit import AuditReport, read_audit
 from laminar.shell.blocking import BlockingClient
 from laminar.shell.calls import Conflict, Superseded
@@ -33,10 +34,11 @@ from laminar.wire.dataplane import (
     LeaseCall,
     LeaseKind,
     LeaseReply,
+    Outcome,
     ProgressCall,
     ProgressReply,
     SampleGrant,
-    Verdict,
+    SegmentKind,
 )
 from laminar.wire.messages import (
     Ack,
@@ -49,9 +51,11 @@ from laminar.wire.messages import (
     CheckpointFailed,
     CheckpointInfo,
     CommitStep,
+    Events,
     Fence,
     Heartbeat,
     HeartbeatReply,
+    HeldVersion,
     JobStatus,
     MemberState,
     PublicationView,
@@ -83,6 +87,11 @@ class PoolProcess:
         self.sock.listen(128)
         self.address = f"127.0.0.1:{self.sock.getsockname()[1]}"
         self.life = 0
+        self.generation = 1
+        self.checkpoint: Path | None = None
+        """What a new generation begins from."""
+        self.program = ["-m", "laminar.pool"]
+        self.more_env: dict[str, str] = {}
         self.clients: list[BlockingClient] = []
         self.process: subprocess.Popen[bytes] | None = None
         rows = [{"prompt": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(20)]
@@ -93,14 +102,15 @@ class PoolProcess:
     def start(self) -> None:
         self.life += 1
         common = Common(
-            job="toy", job_uid=UID, token=TOKEN, spec_path=self.root / "job.json", generation=1,
+            job="toy", job_uid=UID, token=TOKEN, spec_path=self.root / "job.json", generation=self.generation,
             pool_url=f"http://{self.address}", slot="pool-0", life=self.life, listen=f"fd:{self.sock.fileno()}",
             dir=self.root,
         )  # fmt: skip
         env = os.environ | common.to_env() | {"LAMINAR_STORE": str(self.store), "OMP_NUM_THREADS": "1"}
+        env |= self.more_env | ({"LAMINAR_CHECKPOINT": str(self.checkpoint)} if self.checkpoint else {})
         with (self.root / "pool.log").open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "laminar.pool"], env=env, stderr=log, pass_fds=[self.sock.fileno()]
+                [sys.executable, *self.program], env=env, stderr=log, pass_fds=[self.sock.fileno()]
             )
 
     def kill(self) -> None:
@@ -114,7 +124,7 @@ class PoolProcess:
         return self.process.wait(timeout=20)
 
     def client(self, name: str) -> BlockingClient:
-        self.clients.append(BlockingClient(f"http://{self.address}", TOKEN, UID, 1, name))
+        self.clients.append(BlockingClient(f"http://{self.address}", TOKEN, UID, self.generation, name))
         return self.clients[-1]
 
     def close(self) -> None:
@@ -147,7 +157,7 @@ class Actors:
     """Two replicas, one relay and a trainer, played in turns by one thread. `before` is called before each call."""
 
     def __init__(self, pool: PoolProcess, before: Callable[[], None] = lambda: None) -> None:
-        self.client, self.before = pool.client("actors"), before
+        self.pool, self.client, self.before = pool, pool.client("actors"), before
         self.incarnations: dict[str, int] = {}
         self.versions: dict[str, int | None] = {}
         self.attempt, self.version, self.nonces = 0, 0, 0
@@ -175,15 +185,30 @@ class Actors:
         self.versions[slot] = None
         return self.incarnations[slot]
 
-    def beat(self, slot: str) -> HeartbeatReply:
-        beat = Heartbeat(slot=slot, incarnation=self.incarnations[slot], state=MemberState.RUNNING)
+    def beat(self, slot: str, state: MemberState = MemberState.RUNNING, held: list[int] | None = None):
+        relayed = [HeldVersion(version=version, digest=f"d{version}") for version in held or []]
+        beat = Heartbeat(slot=slot, incarnation=self.incarnations[slot], state=state, held=relayed)
         return self.post("/heartbeat", beat, HeartbeatReply)
 
-    def lease(self, slot: str, wait_s: float = 0.0) -> LeaseReply:
+    def events(self, kind: str) -> list[str]:
+        return [event.text for event in self.get("/events", Events, after=0, limit=1000).root if event.kind == kind]
+
+    def start_training(self) -> None:
+        self.start()
+        while self.status().phase == "evaluatingFirst":
+            self.generate("rollout-0")
+
+    def granted(self, slot: str) -> list[SampleGrant]:
+        return [sample for group in self.lease(slot).groups for sample in group.samples]
+
+    def ask(self, slot: str, wait_s: float = 0.0) -> LeaseReply:
         call = LeaseCall(
             slot=slot, incarnation=self.incarnations[slot], version=self.versions[slot], max_running=8, wait_s=wait_s
         )
-        reply = self.pack("/lease", call, LeaseReply)
+        return self.pack("/lease", call, LeaseReply)
+
+    def lease(self, slot: str, wait_s: float = 0.0) -> LeaseReply:
+        reply = self.ask(slot, wait_s)
         if reply.kind is LeaseKind.REFRESH:
             self.versions[slot] = reply.version
             return self.lease(slot, wait_s)
@@ -382,9 +407,7 @@ def test_kill_9_of_the_pool_at_any_call_loses_nothing(pool: PoolProcess, seed: i
 
 def test_a_suspect_replicas_samples_move_and_its_old_terms_are_refused(pool: PoolProcess) -> None:
     actors = Actors(pool)
-    actors.start()
-    while actors.status().phase == "evaluatingFirst":
-        actors.generate("rollout-0")
+    actors.start_training()
     stream = CommandStream(pool, actors, "rollout-1")
     lost = [sample for group in actors.lease("rollout-0").groups for sample in group.samples]
     own = [sample for group in actors.lease("rollout-1").groups for sample in group.samples]
@@ -397,7 +420,7 @@ def test_a_suspect_replicas_samples_move_and_its_old_terms_are_refused(pool: Poo
         sample.id: pack_tokens(response(sample)[:3]) for sample in lost
     }, "they go on from what was durable"
     late = actors.say("rollout-0", appends=[append(sample, 1) for sample in lost])
-    assert {item.verdict for item in late.appends} == {Verdict.SUPERSEDED}
+    assert {item.verdict for item in late.appends} == {Outcome.SUPERSEDED}
     old = actors.incarnations["rollout-0"]
     actors.join("rollout-0")
     with pytest.raises(Superseded):
@@ -543,9 +566,7 @@ class CommandStream:
 
 def test_sigterm_ends_the_pool_with_0_and_moves_nothing(pool: PoolProcess) -> None:
     actors = Actors(pool)
-    actors.start()
-    while actors.status().phase == "evaluatingFirst":
-        actors.generate("rollout-0")
+    actors.start_training()
     stream = CommandStream(pool, actors, "rollout-0")
     held = [sample for group in actors.lease("rollout-0").groups for sample in group.samples]
     assert pool.process is not None
@@ -578,16 +599,14 @@ def test_synchronous_reads_staleness_0_everywhere(tmp_path: Path) -> None:
 
 def test_a_reward_that_is_no_number_and_a_mismatch_never_reach_a_batch(pool: PoolProcess) -> None:
     actors = Actors(pool)
-    actors.start()
-    while actors.status().phase == "evaluatingFirst":
-        actors.generate("rollout-0")
+    actors.start_training()
     first, second = [sample for group in actors.lease("rollout-0").groups for sample in group.samples]
     actors.say("rollout-0", appends=[append(sample, 1) for sample in (first, second)])
     other = AppendItem(
         id=second.id, term=second.term, offset=0, tokens=pack_tokens([9] * 7), logprobs=pack_logprobs([-1.0] * 7)
     )
     (verdict,) = actors.say("rollout-0", appends=[other]).appends
-    assert verdict.verdict is Verdict.MISMATCH
+    assert verdict.verdict is Outcome.MISMATCH
     actors.say("rollout-0", finishes=[FinishItem(id=first.id, term=first.term, length=6, reason="stop")])
     nan = GradeItem(id=first.id, term=first.term, status="ok", reward=float("nan"))
     actors.say("rollout-0", grades=[nan])
@@ -627,3 +646,191 @@ def test_changed_data_under_a_begun_job_is_refused(pool: PoolProcess, tmp_path: 
     assert pool.process is not None
     assert pool.process.wait(timeout=30) == 2
     assert "Start a new run" in (tmp_path / "pool.log").read_text()
+
+
+def test_a_replica_that_leaves_hands_its_work_over_at_once_and_is_held_against_nothing(pool: PoolProcess) -> None:
+    """Case B15: eviction is no crash."""
+    actors = Actors(pool)
+    actors.start_training()
+    stream = CommandStream(pool, actors, "rollout-1")
+    left, own = actors.granted("rollout-0"), actors.granted("rollout-1")
+    assert left and own
+    actors.say("rollout-0", appends=[append(sample, 0) for sample in left])
+    actors.beat("rollout-0", MemberState.DRAINING)
+    assert actors.ask("rollout-0").kind is LeaseKind.WAIT, "it is given nothing more"
+    actors.say("rollout-0", appends=[append(sample, 1) for sample in left])
+    actors.beat("rollout-0", MemberState.STOPPED)
+    adopted = stream.read_adopted()
+    assert {sample.id: sample.tokens for sample in adopted} == {s.id: pack_tokens(response(s)) for s in left}
+    assert "rollout-0" not in suspects(actors)
+    for _ in range(3):  # whoever takes it on and leaves is no victim of it either
+        actors.join("rollout-0")
+        actors.beat("rollout-0", MemberState.STOPPED)
+    counts = actors.status().counts
+    assert (counts.moved_samples, counts.restarted_samples, counts.poisoned_samples) == (len(left), 0, 0)
+    stream.close()
+
+
+def test_partials_of_an_older_version_go_on_at_the_replica_that_loads_it_from_its_relay(pool: PoolProcess) -> None:
+    actors = Actors(pool)
+    actors.start_training()
+    actors.beat("relay-0", held=[0])
+    lost = actors.granted("rollout-0")
+    actors.say("rollout-0", appends=[append(sample, 0) for sample in lost])
+    while actors.take(1).status is not TakeStatus.BATCH:
+        actors.generate("rollout-1")
+    actors.commit(1)
+    actors.publish(1, actors.version)
+    assert actors.beat("relay-0", held=[0, 1]).retain == [0], "the relay is asked to keep it"
+    actors.generate("rollout-1")
+    assert actors.versions["rollout-1"] == 1
+    actors.join("rollout-0")  # its engine has died
+    assert reload_of(actors.ask("rollout-1")) == 0
+    pool.kill()
+    pool.start()
+    actors.beat("relay-0", held=[0, 1])
+    assert reload_of(actors.ask("rollout-1")) == 0, "a restarted pool comes to the same"
+    actors.versions["rollout-1"] = 0
+    again = actors.granted("rollout-1")
+    assert {(s.id, s.tokens) for s in again} == {(s.id, pack_tokens(response(s)[:3])) for s in lost}
+    assert {sample.max_new_tokens for sample in again} == {sample.max_new_tokens for sample in lost}
+    actors.say("rollout-1", appends=[append(sample, 1) for sample in again])
+    finishes = [FinishItem(id=s.id, term=s.term, length=6, reason="stop") for s in again]
+    actors.say("rollout-1", finishes=finishes, grades=[grade(sample) for sample in again])
+    counts = actors.status().counts
+    assert (counts.restarted_samples, counts.parked_samples) == (0, len(lost))
+    assert any("loads version 0 for" in text for text in actors.events("redirect"))
+    actors.train()
+    actors.finish()
+    assert pool.audit().violations == []
+
+
+def reload_of(reply: LeaseReply) -> int:
+    assert reply.kind is LeaseKind.REFRESH, reply
+    return reply.version
+
+
+def test_partials_start_again_when_no_relay_has_their_version(pool: PoolProcess) -> None:
+    actors = Actors(pool)
+    actors.start_training()
+    actors.beat("relay-0", held=[0])
+    lost = actors.granted("rollout-0")
+    actors.say("rollout-0", appends=[append(sample, 0) for sample in lost])
+    while actors.take(1).status is not TakeStatus.BATCH:
+        actors.generate("rollout-1")
+    actors.commit(1)
+    actors.publish(1, actors.version)
+    actors.beat("relay-0", held=[0, 1])
+    actors.join("rollout-0")
+    assert actors.status().counts.parked_samples == len(lost)
+    until(lambda: (actors.beat("relay-0", held=[1]), actors.status().counts.restarted_samples == len(lost))[1])
+    assert actors.status().counts.restarted_tokens == 3 * len(lost)
+    actors.train()
+    actors.finish()
+    assert pool.audit().violations == []
+
+
+def test_a_sample_that_ran_in_two_dying_engines_is_set_aside_named_and_counted(pool: PoolProcess) -> None:
+    actors = Actors(pool)
+    actors.start_training()
+    poison = actors.granted("rollout-0")
+    actors.join("rollout-0")
+    assert {s.id for s in actors.granted("rollout-1")} == {s.id for s in poison}, "one death condemns nobody"
+    pool.kill()
+    pool.start()
+    actors.join("rollout-1")
+    status = actors.status()
+    assert (status.counts.poisoned_samples, status.counts.discarded) == (len(poison), {"failed": len(poison)})
+    assert "rollout-0#1, rollout-1#1" in status.conditions["PoisonSamples"]
+    assert len(actors.events("poison")) == len(poison)
+    actors.train()
+    actors.finish()
+    assert pool.audit().violations == []
+
+
+def test_an_engine_without_a_token_for_stall_seconds_is_fenced_and_its_work_moves(tmp_path: Path) -> None:
+    process = PoolProcess(tmp_path, spec={"rollout": {"replicas": 2, "stallSeconds": 5}})
+    try:
+        process.start()
+        actors = Actors(process)
+        actors.start_training()
+        stream = CommandStream(process, actors, "rollout-0")
+        stalled = actors.granted("rollout-0")
+        old = actors.incarnations["rollout-0"]
+        until(lambda: stalled_out(actors), 20.0)
+        deadline_s = time.monotonic() + 10
+        while stream.read().kind is not CommandKind.FENCE:
+            assert time.monotonic() < deadline_s
+        stream.close()
+        with pytest.raises(Superseded):
+            actors.say("rollout-0", incarnation=old)
+        assert {s.id for s in actors.granted("rollout-1")} == {s.id for s in stalled}
+    finally:
+        process.close()
+
+
+def stalled_out(actors: Actors) -> bool:
+    """The replicas answer all the while."""
+    if actors.events("stalled"):
+        return True
+    for slot in ("rollout-0", "rollout-1"):
+        actors.beat(slot)
+    return False
+
+
+def test_dynamic_sampling_fills_up_with_other_prompts_and_the_audit_balances(tmp_path: Path) -> None:
+    algorithm = {"promptsPerStep": PROMPTS, "samplesPerPrompt": SAMPLES, "dynamicSampling": {"maxRefills": 2}}
+    process = PoolProcess(tmp_path, spec={"algorithm": algorithm})
+    try:
+        process.start()
+        actors = Actors(process)
+        actors.start_training()
+        for _ in range(2 * PROMPTS):
+            samples = actors.granted("rollout-0")
+            actors.say(
+                "rollout-0", finishes=[FinishItem(id=s.id, term=s.term, length=0, reason="stop") for s in samples]
+            )
+            equal = [GradeItem(id=s.id, term=s.term, status="ok", reward=1.0) for s in samples]
+            actors.say("rollout-0", grades=equal)
+        until(lambda: "DynamicSamplingCapped" in actors.status().conditions)
+        actors.train()
+        status = actors.finish()
+        assert status.counts.discarded["filtered"] == 2 * PROMPTS * SAMPLES
+        until(lambda: "DynamicSamplingCapped" not in actors.status().conditions)
+        assert process.audit().violations == []
+    finally:
+        process.close()
+
+
+def test_results_of_tools_reach_the_trainer_as_such_also_over_a_redirect_and_a_restart(pool: PoolProcess) -> None:
+    actors = Actors(pool)
+    actors.start_training()
+    first, _ = actors.granted("rollout-0")
+    tokens = response(first)
+    tool = AppendItem(
+        id=first.id, term=first.term, offset=2, tokens=pack_tokens(tokens[2:4]), logprobs=pack_logprobs([0.0] * 2),
+        kind=SegmentKind.TOOL, call=0,
+    )  # fmt: skip
+    model = AppendItem(
+        id=first.id, term=first.term, offset=0, tokens=pack_tokens(tokens[:2]), logprobs=pack_logprobs([-1.0] * 2)
+    )
+    assert {item.verdict for item in actors.say("rollout-0", appends=[model, tool]).appends} == {Outcome.OK}
+    pool.kill()
+    pool.start()
+    actors.beat("relay-0", held=[0])
+    actors.join("rollout-0")
+    again, other = sorted(actors.granted("rollout-1"), key=lambda sample: sample.id != first.id)
+    assert (again.tools, again.tokens) == ([ToolSpan(2, 2, 0)], pack_tokens(tokens[:4]))
+    rest = AppendItem(
+        id=again.id, term=again.term, offset=4, tokens=pack_tokens(tokens[4:]), logprobs=pack_logprobs([-1.0] * 2)
+    )
+    actors.say("rollout-1", appends=[rest, append(other, 1)])
+    finishes = [FinishItem(id=s.id, term=s.term, length=6, reason="stop") for s in (again, other)]
+    actors.say("rollout-1", finishes=finishes, grades=[grade(again), grade(other)])
+    while actors.take(1).status is not TakeStatus.BATCH:
+        actors.generate("rollout-0")
+    params = {"attempt": actors.attempt, "step": 1, "rank": 0, "world": 1}
+    slice_ = actors.client.get_msgpack("/v1/trainer/slice", BatchSlice, deadline_s=60.0, params=params)
+    tools = {sample.id: sample.tools for group in slice_.groups for sample in group.samples}
+    assert tools[first.id] == [ToolSpan(2, 2, 0)]
+    assert all(not spans for name, spans in tools.items() if name != first.id)

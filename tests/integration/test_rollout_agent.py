@@ -37,10 +37,10 @@ from laminar.wire.dataplane import (
     LeaseCall,
     LeaseKind,
     LeaseReply,
+    Outcome,
     ProgressCall,
     ProgressReply,
     SampleGrant,
-    Verdict,
 )
 from laminar.wire.manifest import layout, make_manifest
 from laminar.wire.messages import ChainEpoch, ChainMember, EngineLoad, Heartbeat, MemberState, Register
@@ -135,14 +135,14 @@ class Pool:
         finishes: list[ItemReply] = []
         for item in call.finishes:
             verdict = self.verdict(item.id, item.term)
-            if verdict is Verdict.OK:
+            if verdict is Outcome.OK:
                 assert item.length == len(self.samples[item.id].tokens)
                 self.samples[item.id].finish = item.reason
             finishes.append(ItemReply(id=item.id, verdict=verdict))
         grades: list[ItemReply] = []
         for item in call.grades:
             verdict = self.verdict(item.id, item.term)
-            if verdict is Verdict.OK:
+            if verdict is Outcome.OK:
                 assert self.samples[item.id].finish
                 self.samples[item.id].grade = item
             grades.append(ItemReply(id=item.id, verdict=verdict))
@@ -150,19 +150,19 @@ class Pool:
 
     def append(self, item) -> ItemReply:
         verdict = self.verdict(item.id, item.term)
-        if verdict is not Verdict.OK:
+        if verdict is not Outcome.OK:
             return ItemReply(id=item.id, verdict=verdict)
         row = self.samples[item.id]
         if item.offset > len(row.tokens):
-            return ItemReply(id=item.id, verdict=Verdict.GAP, durable=len(row.tokens))
+            return ItemReply(id=item.id, verdict=Outcome.GAP, durable=len(row.tokens))
         tokens, known = codec.unpack_tokens(item.tokens), row.tokens[item.offset :]
         assert tokens[: len(known)] == known[: len(tokens)], "an overlap differs"
         row.tokens[item.offset :] = tokens
         row.logprobs[item.offset :] = codec.unpack_logprobs(item.logprobs)
-        return ItemReply(id=item.id, verdict=Verdict.OK, durable=len(row.tokens))
+        return ItemReply(id=item.id, verdict=Outcome.OK, durable=len(row.tokens))
 
-    def verdict(self, name: str, term: int) -> Verdict:
-        return Verdict.OK if name in self.samples and self.samples[name].term == term else Verdict.SUPERSEDED
+    def verdict(self, name: str, term: int) -> Outcome:
+        return Outcome.OK if name in self.samples and self.samples[name].term == term else Outcome.SUPERSEDED
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
         if int(request.query["incarnation"]) != self.current:
@@ -426,7 +426,7 @@ def test_adopted_samples_join_the_running_ones_and_cancelled_ones_stop(tmp_path:
             pool.commands.put_nowait(Command(kind=CommandKind.ADOPT, version=7, groups=[other]))
             await scene.until(lambda: scene.graded("adopted/0"), "the adopted sample is graded")
             await scene.until(lambda: pool.samples["other/0"].finish, "the one of another version is handed back")
-            assert pool.samples["other/0"].finish == "error"
+            assert pool.samples["other/0"].finish == "declined"
             pool.commands.put_nowait(Command(kind=CommandKind.CANCEL, ids=["long/0"], terms=[1]))
             await scene.until(lambda: pool.load and not pool.load.running, "nothing runs any more")
             assert len(pool.samples["long/0"].tokens) < 4000

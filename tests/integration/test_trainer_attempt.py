@@ -27,7 +27,7 @@ from laminar.shell.handover import PURPOSE
 from laminar.shell.process import descendants, process_alive
 from laminar.shell.settings import Common
 from laminar.shell.transport import SocketConn, Waker, listen_tcp, prove_as_listener, recv_message, send_message
-from laminar.trainer.failures import EXIT_INPUT, EXIT_SUPERSEDED
+from laminar.trainer.failures import EXIT_CRASH, EXIT_INPUT, EXIT_SUPERSEDED
 from laminar.wire.codec import encode, pack_logprobs, pack_tokens
 from laminar.wire.dataplane import BatchGroup, BatchSample, BatchSlice
 from laminar.wire.links import (
@@ -112,6 +112,7 @@ class Pool:
         self.stop_after = num_steps + 1
         """`take` answers STOP for later steps."""
         self.attempt = 0
+        self.num_takes = 0
         self.begun: list[tuple[int, int]] = []
         self.commits: list[tuple[int, int, dict[str, float]]] = []
         self.reserved: list[tuple[int, int | None]] = []
@@ -167,6 +168,7 @@ class Pool:
         }  # fmt: skip
 
     def _take(self, body: dict[str, Any], *_: object) -> dict[str, Any]:
+        self.num_takes += 1
         if body["step"] > self.stop_after:
             return {"status": "stop"}
         if body["step"] > self.hold_after:
@@ -414,6 +416,26 @@ def test_a_killed_rank_ends_the_whole_group(stage: Stage) -> None:
     everyone = agent.pids("laminar.trainer")
     os.kill(agent.ranks()[1], signal.SIGKILL)
     assert agent.wait() != 0
+    assert not any(process_alive(pid) for pid in everyone)
+
+
+def test_a_stopped_rank_ends_the_whole_group_with_a_reason_while_one_that_wakes_up_in_time_goes_on(
+    stage: Stage,
+) -> None:
+    pool = stage.pool(1)
+    pool.hold_after = 0
+    agent = stage.agent(pool, replicas=2)
+    wait_until(lambda: bool(pool.begun), "the attempt has begun")
+    everyone, sleeper = agent.pids("laminar.trainer"), agent.ranks()[1]
+    os.kill(sleeper, signal.SIGSTOP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        agent.process.wait(8)
+    os.kill(sleeper, signal.SIGCONT)
+    takes = pool.num_takes
+    wait_until(lambda: pool.num_takes > takes + 60, "both ranks go on")
+    os.kill(sleeper, signal.SIGSTOP)
+    assert agent.wait() == EXIT_CRASH, agent.log
+    assert f"error: The trainer's ranks hung and were killed: process {sleeper} of the group" in agent.log
     assert not any(process_alive(pid) for pid in everyone)
 
 

@@ -13,8 +13,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from laminar.core.decisions import Grant, LedgerPlan, Outcome, Refresh, WriteResult
 from laminar.core.identity import SampleKey
-from laminar.core.ledger import Grant, Ledger, LedgerPlan, Outcome, Refresh, WriteResult
+from laminar.core.ledger import Ledger
 from laminar.core.redirect import Destination
 from laminar.core.samples import Group, Holder, SampleState, SealedBatch
 from laminar.core.schedule import SCHEDULES, make_schedule
@@ -78,17 +79,22 @@ class LedgerUnderFaults(RuleBasedStateMachine):
                 assert sample.holder == self.holder(slot)
                 self.old_rights.append(Right(self.holder(slot), sample.key, sample.term))
 
+    @rule(slot=slots)
+    def adopt_ungraded(self, slot: int) -> None:
+        for sample in self.ledger.adopt_ungraded(self.holder(slot)):
+            self.old_rights.append(Right(self.holder(slot), sample.key, sample.term))
+
     @rule(slot=slots, count=st.integers(1, 8), reward=st.sampled_from([0.0, 1.0, None]), error=st.integers(0, 9))
     def work(self, slot: int, count: int, reward: float | None, error: int) -> None:
         for sample in self.ledger.held_by(self.holder(slot))[:count]:
             write = (self.holder(slot), sample.key, sample.term)
             if sample.state is SampleState.LEASED and sample.length == 0:
-                self.ledger.append(*write, 0, pack_tokens([1, 2]), pack_logprobs([0.0, 0.0]))
+                self.ledger.writes.append(*write, 0, pack_tokens([1, 2]), pack_logprobs([0.0, 0.0]))
             elif sample.state is SampleState.LEASED:
                 reason = "error" if error == 0 else "stop"
-                self.ledger.finish(*write, sample.length, reason, "", 0.0)
+                self.ledger.writes.finish(*write, sample.length, reason, "", 0.0)
             else:
-                self.ledger.grade(*write, reward, {}, "")
+                self.ledger.writes.grade(*write, reward, {}, "")
 
     @precondition(lambda self: self.old_rights)
     @rule(data=st.data())
@@ -98,13 +104,13 @@ class LedgerUnderFaults(RuleBasedStateMachine):
         sample = self.ledger.sample(right.key)
         current = sample is not None and (sample.holder, sample.term) == (right.holder, right.term)
         before = deepcopy(sample)
-        results: list[WriteResult] = [self.ledger.append(right.holder, right.key, right.term, 0, b"", b"")]
+        results: list[WriteResult] = [self.ledger.writes.append(right.holder, right.key, right.term, 0, b"", b"")]
         if not current:
             results.append(
-                self.ledger.append(right.holder, right.key, right.term, 0, pack_tokens([9]), pack_logprobs([0]))
+                self.ledger.writes.append(right.holder, right.key, right.term, 0, pack_tokens([9]), pack_logprobs([0]))
             )
-            results.append(self.ledger.finish(right.holder, right.key, right.term, 0, "error", "", 0.0))
-            results.append(self.ledger.grade(right.holder, right.key, right.term, 0.5, {}, ""))
+            results.append(self.ledger.writes.finish(right.holder, right.key, right.term, 0, "error", "", 0.0))
+            results.append(self.ledger.writes.grade(right.holder, right.key, right.term, 0.5, {}, ""))
             assert Outcome.GAP not in {result.outcome for result in results}
         assert self.ledger.sample(right.key) == before
 
@@ -178,7 +184,7 @@ class LedgerUnderFaults(RuleBasedStateMachine):
     def back_pressure_holds(self) -> None:
         limit = PLAN.max_ahead_steps * PLAN.prompts_per_step
         replayed = sum(len(batch.groups) for batch in self.ledger.batches.values())
-        assert self.ledger.started_unconsumed_groups <= limit + replayed
+        assert len(self.ledger.groups) <= limit + replayed
 
 
 TestLedgerUnderFaults = LedgerUnderFaults.TestCase

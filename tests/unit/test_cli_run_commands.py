@@ -26,7 +26,7 @@ from laminar.cli.report import render, write_report
 from laminar.cli.run_data import MAX_TRAJECTORIES, Thinning, load_run
 from laminar.cli.run_folder import Result, RunFolder, State, StoredMember, new_record
 from laminar.cli.view import QuietView
-from laminar.shell.ledger_file import FILE_NAME, columns, schema
+from laminar.shell.ledger_file import FILE_NAME, SCHEMA_VERSION, columns, schema
 from laminar.wire.codec import pack_logprobs, pack_tokens
 from laminar.wire.messages import EngineLoad, Event, Histogram, JobStatus, LedgerCounts, PoolPhase, StepRow
 from laminar.wire.spec import LaminarJob
@@ -117,7 +117,7 @@ class Books:
                 version=step - 1 - stale, length=length, kept=int(state == "consumed"),
                 finish_reason="stop", reward=float(good), parts="{}",
                 failures=0, restarts=0, moves=0, inherent=max(0, stale - 1), across_rollback=0,
-                reason=None if state == "consumed" else "surplus", detail="",
+                reason=None if state == "consumed" else "surplus", detail="", tools="[]", lost_lives="[]",
                 leased_wall_s=START_WALL_S + start, finished_wall_s=START_WALL_S + ends[-1],
             )  # fmt: skip
             if state == "consumed":
@@ -159,7 +159,7 @@ class Books:
             "moved_samples": 6, "refused": {"superseded": 3},
         }  # fmt: skip
         for key, value in (
-            ("schema", 1), ("job_uid", uid), ("generation", 1), ("counters", json.dumps(counters)),
+            ("schema", SCHEMA_VERSION), ("job_uid", uid), ("generation", 1), ("counters", json.dumps(counters)),
             ("committed_step", self.steps), ("attempt", 2),
         ):  # fmt: skip
             self.put("meta", key=key, value=str(value))

@@ -20,6 +20,7 @@ from laminar.cli.run_folder import (
     claim,
     new_record,
 )
+from laminar.wire.sources import absolute
 from laminar.wire.spec import LaminarJob
 
 
@@ -139,13 +140,6 @@ def test_the_socket_of_a_deep_folder_is_short_enough_for_the_kernel(tmp_path: Pa
     assert deep.handoff_socket(0, "u" * 20) != deep.handoff_socket(1, "u" * 20)
 
 
-def test_kept_checkpoints_are_named_by_their_steps(tmp_path: Path) -> None:
-    run = started(tmp_path / "run")
-    for name in ("step-20-attempt-1", "step-5-attempt-1", "step-5-attempt-2", "half-written"):
-        (run.checkpoints / name).mkdir(parents=True)
-    assert run.kept_checkpoint_steps() == [5, 20]
-
-
 def model_folder(path: Path, *, without: str = "") -> Path:
     path.mkdir()
     header = json.dumps({"w": {"dtype": "BF16", "shape": [8, 4], "data_offsets": [0, 64]}}).encode()
@@ -224,7 +218,7 @@ def test_a_reward_function_that_is_not_defined_is_refused(tmp_path: Path) -> Non
 
     def with_function(text: str) -> LaminarJob:
         base["spec"]["rewards"] = [{"name": "own", "type": "python", "function": text}]
-        return sources.absolute(LaminarJob.model_validate(base), tmp_path)
+        return absolute(LaminarJob.model_validate(base), tmp_path)
 
     sources.check(with_function("score.py:grade"))
     with pytest.raises(BadInput, match="defines no 'reward'. It defines: grade"):
@@ -232,7 +226,7 @@ def test_a_reward_function_that_is_not_defined_is_refused(tmp_path: Path) -> Non
 
 
 def test_relative_sources_count_from_the_job_file(tmp_path: Path) -> None:
-    moved = sources.absolute(job(model="file:models/../a"), tmp_path)
+    moved = absolute(job(model="file:models/../a"), tmp_path)
     assert moved.spec.model.source == f"file:{tmp_path / 'a'}"
 
 

@@ -65,10 +65,9 @@ def test_nonsense_is_named() -> None:
 
 def test_a_link_of_known_times_is_measured_as_such() -> None:
     meter, message_s, byte_s = LinkMeter(), 5e-3, 1 / 50e6
-    for jitter_s in (0.003, 0.0, 0.001):
+    for jitter_s in (0.0, 0.003, 0.001):
         meter.message(message_s + jitter_s)
-        for num_bytes in (1 << 20, 1 << 20, 123_456):
-            meter.chunk(num_bytes, message_s + num_bytes * byte_s)
+        meter.version(32 << 20, 31, 31 * message_s + (32 << 20) * byte_s + jitter_s)
     assert meter.message_s == pytest.approx(message_s)
     assert meter.byte_s == pytest.approx(byte_s)
     assert meter.chunk_bytes(8, 64 << 20) == chunk_bytes(8, 64 << 20, meter.byte_s, meter.message_s)
@@ -77,9 +76,20 @@ def test_a_link_of_known_times_is_measured_as_such() -> None:
 def test_a_slower_link_further_down_is_the_one_that_counts() -> None:
     meter = LinkMeter()
     meter.message(1e-4)
-    meter.chunk(1 << 20, 1e-3)
+    meter.version(1 << 20, 1, 1e-3)
     meter.told(1e-6, 2e-3)
     assert (meter.byte_s, meter.message_s) == (1e-6, 2e-3)
+
+
+def test_a_first_exchange_that_took_long_is_forgotten_and_never_hides_the_cost_of_a_byte_for_good() -> None:
+    meter = LinkMeter()
+    meter.message(0.3)
+    meter.version(64 << 20, 64, 1.4)
+    assert meter.byte_s == pytest.approx(1 / 50e9)
+    for _ in range(8):
+        meter.message(1e-3)
+        meter.version(64 << 20, 64, 1.4)
+    assert meter.byte_s == pytest.approx((1.4 - 64e-3) / (64 << 20))
 
 
 def test_nothing_measured_gives_no_advice() -> None:

@@ -91,6 +91,14 @@ def test_ages_are_counted_along_the_lineage_and_across_a_rollback() -> None:
     assert register.age(0, head, head_step=9) == Age(9, False)
 
 
+def test_a_parent_of_a_later_step_is_refused() -> None:
+    register = VersionRegister()
+    v0 = visible(register, 1, 3, None)
+    with pytest.raises(VersionConflict, match="no parent for step 2"):
+        register.reserve(2, 2, v0)
+    assert [row.version for row in register.rows()] == [v0]
+
+
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3)), max_size=30))
 def test_versions_grow_by_one_and_newest_never_goes_back(events: list[tuple[bool, int]]) -> None:
     register = VersionRegister()

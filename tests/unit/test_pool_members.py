@@ -10,7 +10,6 @@ from laminar.core.samples import Holder
 from laminar.pool.members import (
     MAX_COMMANDS,
     SILENT_S,
-    STALL_S,
     TICK_S,
     CommandStream,
     Members,
@@ -47,7 +46,8 @@ def test_a_repeated_registration_is_the_same_life_and_a_new_nonce_is_the_next() 
     again = members.join(call("a"), 1.0)
     assert (again.member.incarnation, again.is_new) == (1, False)
     other = members.join(call("b"), 2.0)
-    assert (other.member.incarnation, other.superseded) == (2, Holder("rollout-0", 1))
+    assert other.superseded is not None
+    assert (other.member.incarnation, other.superseded.holder) == (2, Holder("rollout-0", 1))
     with pytest.raises(SupersededIncarnation) as refused:
         members.heard("rollout-0", 1, 3.0)
     assert refused.value.current == 2
@@ -116,10 +116,10 @@ def test_an_unknown_member_is_told_to_register() -> None:
 def test_a_replica_that_holds_samples_and_makes_no_progress_is_stalled() -> None:
     members = Members([], 0.0)
     member = members.join(call(), 0.0).member
-    assert members.judge_progress(set(), STALL_S + 1) == [], "an idle replica never stalls"
-    assert members.judge_progress({member.holder}, 2 * STALL_S) == []
-    assert members.judge_progress({member.holder}, 2 * STALL_S + 2) == [member]
-    assert members.judge_progress({member.holder}, 2 * STALL_S + 3) == [], "it is said once"
+    assert members.judge_progress(set(), 61.0, 60.0) == [], "an idle replica never stalls"
+    assert members.judge_progress({member.holder}, 120.0, 60.0) == []
+    assert members.judge_progress({member.holder}, 122.0, 60.0) == [member]
+    assert members.judge_progress({member.holder}, 123.0, 60.0) == [], "it is said once"
 
 
 def test_a_closed_command_stream_makes_a_suspect_unless_another_took_its_place() -> None:

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from laminar.core.decisions import Counters
 from laminar.core.identity import GroupKey, SampleKey
-from laminar.core.ledger import Counters
 from laminar.core.prompts import StreamPosition
 from laminar.core.samples import Group, GroupState, Holder, Sample, SampleState, SealedBatch
 from laminar.pool import rows
 from laminar.pool.restore import consumed_after, counters_of, read_all
-from laminar.pool.store import SqliteStore, StoreError, StoreUnavailable
+from laminar.pool.store import Owner, SqliteStore, StoreError, StoreUnavailable
 from laminar.shell.audit import read_audit
 from laminar.shell.ledger_file import FILE_NAME, LedgerFileError, open_ledger, read_loads, read_meta, read_samples
 from laminar.wire.messages import EngineLoad
@@ -27,13 +27,13 @@ import asyncio, sys
 from pathlib import Path
 from laminar.core.identity import GroupKey, SampleKey
 from laminar.pool import rows
-from laminar.pool.store import SqliteStore
+from laminar.pool.store import Owner, SqliteStore
 
 async def main():
-    store = SqliteStore(Path(sys.argv[1]), "uid", 1)
+    store = SqliteStore(Path(sys.argv[1]), Owner("uid", 1))
     for offset in range(100_000):
         key = SampleKey(GroupKey(0, offset % 7), 0)
-        await store.submit([rows.segment(key, offset, offset.to_bytes(4, "little"), b"lllo")])
+        await store.submit([rows.segments([(key, offset, offset.to_bytes(4, "little"), b"lllo")])])
         print(offset, flush=True)
 
 asyncio.run(main())
@@ -50,9 +50,9 @@ def a_group(prompt: int, state: GroupState = GroupState.OPEN, step: int | None =
 
 
 def ops_of(group: Group, tokens: bytes = b"abcd") -> list[rows.Op]:
-    ops: list[rows.Op] = [rows.group(group, "text", "answer")]
+    ops: list[rows.Op] = [rows.group(group, "text", "answer", 0)]
     for sample in group.samples:
-        ops += [*rows.sample(sample), rows.segment(sample.key, 0, tokens, b"l" * len(tokens))]
+        ops += [*rows.sample(sample), rows.segments([(sample.key, 0, tokens, b"l" * len(tokens))])]
     return ops
 
 
@@ -79,7 +79,7 @@ def test_what_is_stored_comes_back_as_it_was(tmp_path: Path) -> None:
     counters.discarded["tooLong"] = 1
     counters.refused["gap"] = 3
     group = a_group(5)
-    more = [rows.segment(group.samples[0].key, 1, b"efgh", b"llll"), rows.cleared(group.samples[1].key)]
+    more = [rows.segments([(group.samples[0].key, 1, b"efgh", b"llll")]), rows.cleared(group.samples[1].key)]
     submit(tmp_path, *ops_of(group), *rows.totals(counters, StreamPosition(1, 2), 3), *more)
     with open_ledger(tmp_path) as db:
         stored = read_all(db)
@@ -92,7 +92,7 @@ def test_what_is_stored_comes_back_as_it_was(tmp_path: Path) -> None:
 
 def submit(folder: Path, *ops: rows.Op) -> None:
     async def write() -> None:
-        store = SqliteStore(folder, "uid", 1)
+        store = SqliteStore(folder, Owner("uid", 1))
         await store.submit(ops)
         store.close()
 
@@ -135,17 +135,17 @@ def test_halved_load_curves_keep_every_second_point_of_each_replica(tmp_path: Pa
 
 
 def test_another_jobs_ledger_a_newer_schema_and_a_second_writer_are_refused(tmp_path: Path) -> None:
-    store = SqliteStore(tmp_path, "uid", 1)
+    store = SqliteStore(tmp_path, Owner("uid", 1))
     with pytest.raises(StoreUnavailable, match="another pool process"):
-        SqliteStore(tmp_path, "uid", 1)
+        SqliteStore(tmp_path, Owner("uid", 1))
     store.close()
     with pytest.raises(StoreError, match="belongs to job uid, not to other"):
-        SqliteStore(tmp_path, "other", 1)
+        SqliteStore(tmp_path, Owner("other", 1))
     with pytest.raises(StoreError, match="is of generation 1"):
-        SqliteStore(tmp_path, "uid", 0)
+        SqliteStore(tmp_path, Owner("uid", 0))
     submit(tmp_path, rows.meta("schema", 99))
     with pytest.raises(StoreError, match="schema 99"):
-        SqliteStore(tmp_path, "uid", 1)
+        SqliteStore(tmp_path, Owner("uid", 1))
     with pytest.raises(LedgerFileError, match="schema 99"), open_ledger(tmp_path):
         pass
 
@@ -156,12 +156,13 @@ def test_a_file_that_is_no_ledger_is_refused(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_text("not a database, but long enough to be taken for one " * 20)
     with pytest.raises(LedgerFileError, match="cannot be read as a ledger"), open_ledger(tmp_path):
         pass
-    with pytest.raises(StoreUnavailable):
-        SqliteStore(tmp_path, "uid", 1)
+    with pytest.raises(StoreError, match="is damaged") as refused:
+        SqliteStore(tmp_path, Owner("uid", 1))
+    assert not isinstance(refused.value, StoreUnavailable), "waiting does not help"
 
 
 def test_a_ledger_that_its_writer_left_in_the_middle_is_read_whole_and_untouched(tmp_path: Path) -> None:
-    store = SqliteStore(tmp_path / "live", "uid", 1)
+    store = SqliteStore(tmp_path / "live", Owner("uid", 1))
     asyncio.run(_write_and_copy(store, tmp_path))
     store.close()
     with open_ledger(tmp_path / "copy") as db:
@@ -175,9 +176,9 @@ async def _write_and_copy(store: SqliteStore, tmp_path: Path) -> None:
 
 def test_an_error_of_a_query_reaches_its_caller(tmp_path: Path) -> None:
     async def read() -> None:
-        store = SqliteStore(tmp_path, "uid", 1)
+        store = SqliteStore(tmp_path, Owner("uid", 1))
         with pytest.raises(sqlite3.OperationalError, match="no such table"):
-            await store.read(lambda db: db.execute("SELECT * FROM absent"))
+            await store._read(lambda db: db.execute("SELECT * FROM absent"))
 
     asyncio.run(read())
 

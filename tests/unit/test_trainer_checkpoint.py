@@ -16,7 +16,7 @@ from torch import Tensor
 
 from laminar.trainer import checkpoint_folder
 from laminar.trainer.books import Books
-from laminar.trainer.checkpoint import Checkpointer, choose, restore
+from laminar.trainer.checkpoint import restore, save
 from laminar.trainer.export import export
 from laminar.trainer.failures import InputFailure, StorageFailure
 from laminar.trainer.learner import Learner, TrainingPlan
@@ -24,6 +24,7 @@ from laminar.trainer.loss import LossRule
 from laminar.trainer.model_folder import inspect
 from laminar.trainer.policy import Policy
 from laminar.trainer.ranks import Ranks
+from laminar.trainer.saving import Checkpointer, choose
 from laminar.wire.codec import pack_logprobs, pack_tokens
 from laminar.wire.dataplane import BatchGroup, BatchSample, BatchSlice
 from laminar.wire.messages import CheckpointDurableReply, CheckpointInfo, ResumePoint
@@ -98,15 +99,15 @@ def weights(learner: Learner) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in learner.policy.named_tensors()}
 
 
-def make_checkpointer(root: Path, books: PaperBooks, keep: int = 3) -> Checkpointer:
-    return Checkpointer(root, 1, keep, Ranks(), lambda: books)
+def make_checkpointer(root: Path, learner: Learner, books: PaperBooks, keep: int = 3) -> Checkpointer:
+    return Checkpointer(root, 1, keep, lambda folder, step: save(learner, folder, step, None), lambda: books)
 
 
 def saved(root: Path, learner: Learner, *steps: int, keep: int = 3) -> PaperBooks:
     books = PaperBooks(keep)
-    checkpointer = make_checkpointer(root, books)
+    checkpointer = make_checkpointer(root, learner, books)
     for step in steps:
-        checkpointer.save(learner, step)
+        checkpointer.save(step)
     checkpointer.finish()
     return books
 
@@ -133,9 +134,9 @@ def test_a_resumed_run_equals_the_undisturbed_one_bit_for_bit(tmp_path: Path) ->
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     learner = make_learner()
     books = PaperBooks()
-    checkpointer = make_checkpointer(tmp_path, books)
+    checkpointer = make_checkpointer(tmp_path, learner, books)
     before = weights(learner)
-    checkpointer.save(learner, 0)
+    checkpointer.save(0)
     learner.step(recorded_batch(1))
     checkpointer.finish()
     restored = make_learner()
@@ -191,11 +192,11 @@ def test_no_checkpoint_means_the_model_itself(tmp_path: Path) -> None:
 
 def test_a_gone_folder_is_reported_and_training_stops_after_keep_missed_saves(tmp_path: Path) -> None:
     learner, books = make_learner(), PaperBooks()
-    checkpointer = make_checkpointer(tmp_path / "unmounted", books, keep=2)
-    checkpointer.save(learner, 1)
+    checkpointer = make_checkpointer(tmp_path / "unmounted", learner, books, keep=2)
+    checkpointer.save(1)
     checkpointer.finish()
     checkpointer.check()
-    checkpointer.save(learner, 2)
+    checkpointer.save(2)
     checkpointer.finish()
     assert [step for step, _ in books.failed] == [1, 2]
     assert "is gone" in books.failed[0][1]
@@ -205,14 +206,14 @@ def test_a_gone_folder_is_reported_and_training_stops_after_keep_missed_saves(tm
 
 def test_a_good_save_forgives_the_missed_ones(tmp_path: Path) -> None:
     learner, books, root = make_learner(), PaperBooks(), tmp_path / "volume"
-    checkpointer = make_checkpointer(root, books, keep=2)
-    checkpointer.save(learner, 1)
+    checkpointer = make_checkpointer(root, learner, books, keep=2)
+    checkpointer.save(1)
     checkpointer.finish()
     root.mkdir()
-    checkpointer.save(learner, 2)
+    checkpointer.save(2)
     checkpointer.finish()
     root.rename(tmp_path / "unmounted")
-    checkpointer.save(learner, 3)
+    checkpointer.save(3)
     checkpointer.finish()
     checkpointer.check()
     assert [step for step, _ in books.failed] == [1, 3]

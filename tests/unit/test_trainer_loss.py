@@ -145,7 +145,11 @@ def test_responses_of_a_group_share_one_copy_of_the_prompt(policies: dict[str, P
 def test_logprobs_equal_the_recorded_ones(
     policies: dict[str, Policy], theta: str, stored: str, is_shared: bool
 ) -> None:
-    rows = [row for number in sorted(set(BATCH["group"].tolist())) for row in np.flatnonzero(BATCH["group"] == number)]
+    rows = [
+        row
+        for number in sorted(set(BATCH["group"].tolist()))
+        for row in np.flatnonzero(BATCH["group"] == number).tolist()
+    ]
     expected = iter([BATCH[stored][row][: len(response(row))] for row in rows])
     policy = policies[theta]
     with torch.no_grad():

@@ -12,6 +12,7 @@ import pytest
 from laminar.shell.calls import Conflict
 from laminar.shell.handover import PURPOSE, HandedOver, HandOverRefused
 from laminar.shell.transport import (
+    Dial,
     PeerLost,
     SocketConn,
     Waker,
@@ -44,7 +45,9 @@ SENDER = Sender(job_uid="uid", token="token", attempt=2)
 WAIT_S = 10.0
 
 
-def no_advice(address: str, token: str, job_uid: str, attempt: int, weights_bytes: int, deadline_s: float) -> int:
+def no_advice(
+    address: str, token: str, job_uid: str, attempt: int, weights_bytes: int, deadline_s: float, *, dial: Dial
+) -> int:
     """A master that has not measured its links."""
     return 0
 
@@ -106,7 +109,7 @@ class PaperRelays:
 
     def __call__(
         self, address: str, token: str, job_uid: str, attempt: int, manifest: Manifest, chunks: bytearray,
-        deadline_s: float,
+        deadline_s: float, *, dial: Dial,
     ) -> HandedOver:  # fmt: skip
         assert (token, job_uid, attempt) == ("token", "uid", 2)
         assert self.let_go.wait(WAIT_S)
@@ -338,7 +341,9 @@ def test_a_version_is_cut_as_the_master_advises_and_small_changes_of_mind_do_not
     asked: list[int] = []
     answers = [128, 100, 0, 32]
 
-    def advise(address: str, token: str, job_uid: str, attempt: int, weights_bytes: int, deadline_s: float) -> int:
+    def advise(
+        address: str, token: str, job_uid: str, attempt: int, weights_bytes: int, deadline_s: float, *, dial: Dial
+    ) -> int:
         asked.append(weights_bytes)
         return answers[len(asked) - 1]
 

@@ -18,8 +18,6 @@ from laminar.wire.job_file import (
     job_digest,
     load_job,
     parse_job,
-    recipes_of,
-    resolve,
 )
 from laminar.wire.job_yaml import YamlError, parse, parse_value
 from laminar.wire.spec import LaminarJob, LossType
@@ -221,25 +219,6 @@ def test_all_wrong_overrides_are_listed() -> None:
 
 def test_an_entry_of_a_list_that_is_not_there_is_a_clear_mistake() -> None:
     assert "spec.evaluations has no entry 'x'; it is empty" in problems("", "evaluations[x].name=y")[0]
-
-
-def test_sources_and_functions_become_absolute() -> None:
-    made = job(
-        "  evaluations: [{name: a, source: 'recipe://held'}, {name: b, source: file:/abs/x.jsonl}]\n",
-        "rewards=[{name: f, type: python, function: ../code/r.py:score}]", "model.source=recipe://tiny",
-    )  # fmt: skip
-    assert recipes_of(made) == ["tiny", "held"]
-    resolved = resolve(made, Path("/base/jobs"), {"tiny": Path("/cache/tiny"), "held": Path("/cache/held.jsonl")})
-    assert resolved.spec.model.source == "file:/cache/tiny"
-    assert resolved.spec.data.train.source == "file:/base/jobs/data.jsonl"
-    assert [item.source for item in resolved.spec.evaluations] == ["file:/cache/held.jsonl", "file:/abs/x.jsonl"]
-    assert resolved.spec.rewards[0].function == "/base/code/r.py:score"
-    assert resolve(resolved, Path("/elsewhere"), {}) == resolved
-
-
-def test_an_unknown_recipe_is_named_with_those_there_are() -> None:
-    with pytest.raises(JobFileError, match="There is no recipe 'tinny'; there are: tiny"):
-        resolve(job("", "model.source=recipe://tinny"), Path("/b"), {"tiny": Path("/c")})
 
 
 def test_the_digest_is_of_the_job_and_not_of_its_file() -> None:

@@ -98,3 +98,37 @@ def test_messages_ignore_what_a_newer_peer_adds() -> None:
 def test_views_say_which_fields_they_need(model: type[PoolView | JobStatus]) -> None:
     with pytest.raises(ValidationError, match="generation"):
         model.model_validate({})
+
+
+EMULATION = {
+    "model": {
+        "numParameters": 5e8, "numHiddenLayers": 10, "numAttentionHeads": 1, "numKeyValueHeads": 1, "headDim": 100,
+        "hiddenSize": 100,
+    },
+    "gpu": {
+        "memoryBytes": 1e10, "memoryBytesPerSecond": 1e12, "flopsPerSecond": 1e14, "linkBytesPerSecond": 1e11,
+        "hostBytesPerSecond": 1e10,
+    },
+}  # fmt: skip
+EMULATED_ROLLOUT = {
+    "gpusPerReplica": 4,
+    "engine": {"type": "emulated", "emulated": {"lengths": {"medianTokens": 100}}},
+}
+HALF_EMULATED = [
+    ("a type without its section", {"rollout": {"engine": {"type": "emulated"}}, "emulation": EMULATION}),
+    ("a section without its type", {"trainer": {"emulated": {}}}),
+    ("no GPUs to emulate", {"rollout": {**EMULATED_ROLLOUT, "gpusPerReplica": 0}, "emulation": EMULATION}),
+    ("no machine", {"rollout": EMULATED_ROLLOUT}),
+    ("a machine for nobody", {"emulation": EMULATION}),
+]
+
+
+@pytest.mark.parametrize("parts", [row[1] for row in HALF_EMULATED], ids=[row[0] for row in HALF_EMULATED])
+def test_a_job_is_emulated_with_all_that_belongs_to_it_or_not_at_all(parts: dict[str, object]) -> None:
+    base = {
+        "steps": 1, "model": {"source": "file:m"}, "data": {"train": {"source": "file:d"}},
+        "rewards": [{"name": "r", "type": "exact"}],
+    }  # fmt: skip
+    assert JobSpec.model_validate(base | {"rollout": EMULATED_ROLLOUT, "emulation": EMULATION})
+    with pytest.raises(ValidationError, match="emulat"):
+        JobSpec.model_validate(base | parts)

@@ -13,6 +13,7 @@ import errno
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from laminar.cli.children import Child, Children
 from laminar.cli.follow import PoolFollower, Prober, Suspect, stage_of
@@ -51,6 +52,8 @@ from laminar.core.snapshot import (
 )
 from laminar.shell.calls import Refused, Unreachable
 from laminar.shell.client import PoolClient
+from laminar.shell.ledger_file import FILE_NAME
+from laminar.shell.sealed_folder import newest_sealed
 from laminar.wire import messages
 from laminar.wire.messages import Ack, ChainEpoch, ChainMember, Event, MemberView
 
@@ -376,11 +379,26 @@ class Driver:
         if action.role is Role.TRAINER and self._restore_step is not None:
             restore_step = self._restore_step
             self._restoring_attempt = self._restoring_attempt or action.life
-        launch = self._pad.launch(action, self._state.generation, restore_step)
+        checkpoint = self._new_generation() if action.role is Role.POOL and self._ledger_is_lost() else None
+        launch = self._pad.launch(action, self._state.generation, restore_step, checkpoint)
         self._slots[action.slot] = self._children.start(launch)
         if action.role is Role.TRAINER:
             # The relays hear of the new attempt with the list, and refuse what an older one may still send.
             self._told.clear()
+
+    def _ledger_is_lost(self) -> bool:
+        """A trainer has been started, so there was one."""
+        return self._state.attempt > 0 and not (self._run.store / FILE_NAME).exists()
+
+    def _new_generation(self) -> Path | None:
+        """Stored before any pool hears of it. Returns the checkpoint that it begins from, None: from nothing."""
+        generation = self._state.generation + 1
+        checkpoint = newest_sealed(self._run.checkpoints)
+        origin = f"the ledger in {checkpoint.name}" if checkpoint else "the start: there is no whole checkpoint"
+        self._store(self._state.model_copy(update={"generation": generation}))
+        self._client.generation = generation
+        self._say(Occurrence("generation", f"the pool's store is lost; generation {generation} goes on from {origin}"))
+        return checkpoint
 
     async def _fence(self, action: Fence) -> None:
         body = messages.Fence(slot=action.slot, incarnation=action.incarnation, reason=action.reason)

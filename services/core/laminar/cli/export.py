@@ -8,15 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+from laminar.cli.checkpoints import find, whole_steps
 from laminar.cli.errors import BadInput
 from laminar.cli.run_data import open_run
 from laminar.cli.run_folder import RunFolder
-from laminar.shell.ledger_file import LedgerFileError, open_ledger
+from laminar.wire.sources import local_path
 from laminar.wire.spec import LaminarJob
 
 EXPORT_S = 3600.0
 """A large model is read and written once; an hour means that the disk hangs."""
-Checkpoints = dict[int, Path]
 
 
 def export(path: Path, step: int | None, to: Path) -> Path:
@@ -27,27 +27,13 @@ def export(path: Path, step: int | None, to: Path) -> Path:
         raise BadInput(f"{to} exists and is not an empty folder; nothing was written.")
     if step is None:
         return _copy(folder, target)
-    kept = checkpoints(folder)
-    if step not in kept:
-        known = ", ".join(str(number) for number in sorted(kept)) or "none"
-        raise BadInput(f"{path} keeps no checkpoint of step {step}. Kept: {known}.")
-    _run_exporter(job, kept[step], target)
+    _run_exporter(job, find(folder, step), target)
     return target
-
-
-def checkpoints(folder: RunFolder) -> Checkpoints:
-    """Registered checkpoints that are kept, by step: the ledger says which count, not the folders that are there."""
-    try:
-        with open_ledger(folder.store) as ledger:
-            rows = ledger.execute("SELECT step, path FROM checkpoints WHERE state = 'kept' ORDER BY step, attempt")
-            return {int(row["step"]): folder.checkpoints / str(row["path"]) for row in rows}
-    except LedgerFileError as error:
-        raise BadInput(f"{folder.path} has no ledger that can be read: {error}.") from error
 
 
 def _copy(folder: RunFolder, target: Path) -> Path:
     if not folder.model.is_dir():
-        steps = ", ".join(str(number) for number in sorted(checkpoints(folder)))
+        steps = ", ".join(map(str, whole_steps(folder)))
         hint = f" Its checkpoints can be exported: --step {steps}." if steps else " It has no checkpoint yet either."
         raise BadInput(f"{folder.path} has no final model: the run has not finished.{hint}")
     unfinished = target.with_name(f".{target.name}.new")
@@ -64,7 +50,7 @@ def _copy(folder: RunFolder, target: Path) -> Path:
 
 def _run_exporter(job: LaminarJob, checkpoint: Path, target: Path) -> None:
     """In its own process: this one never loads torch."""
-    model = job.spec.model.source.removeprefix("file:")
+    model = str(local_path(job.spec.model.source))
     command = [
         sys.executable, "-P", "-m", "laminar.trainer.export",
         "--checkpoint", str(checkpoint), "--model", model, "--out", str(target),

@@ -57,8 +57,11 @@ class Launchpad:
     def handoff(self, machine: int) -> Path:
         return self._run.handoff_socket(machine, self._uid)
 
-    def launch(self, create: Create, generation: int, restore_step: int | None) -> Launch:
-        """One life. `restore_step`: the trainer restores no checkpoint above it."""
+    def launch(
+        self, create: Create, generation: int, restore_step: int | None, checkpoint: Path | None = None
+    ) -> Launch:
+        """One life. `restore_step`: the trainer restores no checkpoint above it. `checkpoint`: what a new generation
+        of the pool begins from."""
         place = Place(create.role, create.index, create.node)
         machine = self._spec.nodes.index(create.node)
         self._run.machine_folder(machine).mkdir(parents=True, exist_ok=True)
@@ -81,6 +84,8 @@ class Launchpad:
             machine=place.node,
         )
         variables = common.to_env() | self._role_variables(place, create.life, restore_step)
+        if checkpoint is not None:
+            variables["LAMINAR_CHECKPOINT"] = str(checkpoint)
         if place.role is Role.RELAY:
             data = self._data[place.slot].fileno()
             sockets.append(data)

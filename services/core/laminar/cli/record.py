@@ -43,7 +43,10 @@ class StepLog:
     def replace(self, rows: Sequence[StepRow]) -> None:
         """All rows there are: after a rollback steps may have gone or changed."""
         self.rows = {row.step: row for row in sorted(rows, key=lambda row: (row.step, row.attempt))}
-        durable_write(self._path, "".join(row.model_dump_json() + "\n" for row in self.rows.values()).rstrip("\n"))
+        if self.rows:
+            durable_write(self._path, "\n".join(row.model_dump_json() for row in self.rows.values()))
+        else:
+            self._path.write_bytes(b"")  # not even an empty line
 
 
 class Recorder:

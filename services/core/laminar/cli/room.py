@@ -16,7 +16,7 @@ from laminar.cli.errors import BadInput
 from laminar.cli.sources import weight_files
 from laminar.shell.memory import available_memory_bytes
 from laminar.wire.manifest import DTYPE_BYTES
-from laminar.wire.spec import JobSpec
+from laminar.wire.spec import EngineType, JobSpec, TrainerType
 
 TORCH_BYTES = 300 * 2**20
 """Private memory of a process that has imported torch (the rest of its 0.6 GB is shared)."""
@@ -42,7 +42,10 @@ def need(spec: JobSpec, num_parameters: int, num_machines: int) -> Need:
     weights_bytes = BYTES_PER_PARAMETER * num_parameters
     # Weights, gradients, two moments; rank 0 also keeps the bytes it has handed over.
     trainer_bytes = spec.trainer.replicas * (4 * weights_bytes + TORCH_BYTES) + weights_bytes
-    rollout_bytes = spec.rollout.replicas * (weights_bytes + TORCH_BYTES + SERVICE_BYTES)
+    if spec.trainer.type is TrainerType.EMULATED:
+        trainer_bytes = SERVICE_BYTES  # one process, whatever it stands for
+    engine_bytes = SERVICE_BYTES if spec.rollout.engine.type is EngineType.EMULATED else weights_bytes + TORCH_BYTES
+    rollout_bytes = spec.rollout.replicas * (engine_bytes + SERVICE_BYTES)
     relay_bytes = num_machines * (
         (spec.relay.keep_versions + 1 + spec.relay.retain_slots) * weights_bytes + SERVICE_BYTES
     )

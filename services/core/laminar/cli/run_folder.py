@@ -182,11 +182,6 @@ class RunFolder:
             durable_write(path, secrets.token_hex(32), mode=0o600)
         return path.read_text().strip()
 
-    def kept_checkpoint_steps(self) -> list[int]:
-        """Steps of the checkpoint folders that are there. For people: resume itself asks the pool."""
-        names = [path.name.split("-") for path in self.checkpoints.glob("step-*-attempt-*")]
-        return sorted({int(name[1]) for name in names if len(name) == 4 and name[1].isdigit()})
-
 
 class Claim:
     """A locked run folder. The kernel frees the lock with the process, however it ends."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from laminar.cli import room, sources
+from laminar.cli import checkpoints, room, sources
 from laminar.cli.driver import Driver, Ending
 from laminar.cli.errors import EXIT_BAD_INPUT, EXIT_COMPLETE, EXIT_FAILED, EXIT_INTERRUPTED, BadInput
 from laminar.cli.launch import Launchpad, machine_names
@@ -22,6 +22,7 @@ from laminar.cli.view import JsonView, PlainView, QuietView, View
 from laminar.core.snapshot import Spec
 from laminar.shell.process import become_subreaper
 from laminar.wire.job_file import JobFileError, job_digest, load_job
+from laminar.wire.sources import absolute, local_path
 from laminar.wire.spec import LaminarJob
 
 
@@ -40,7 +41,7 @@ def execute(file: Path, overrides: list[str], options: Options, view: View) -> i
         job = load_job(file, overrides)
     except JobFileError as error:
         raise BadInput(str(error)) from error
-    asked = sources.absolute(job, file.absolute().parent)
+    asked = absolute(job, file.absolute().parent)
     sources.check(asked)
     path = (options.run or Path("runs") / job.metadata.name).absolute()
     with claim(path, fresh=options.fresh) as held:
@@ -57,7 +58,7 @@ def execute(file: Path, overrides: list[str], options: Options, view: View) -> i
         launchpad = Launchpad(run, job.metadata.name, record.uid, spec, options.port)
         try:
             resolved = _resolved(run, asked, view)
-            room.check(resolved.spec, _model_folder(resolved), path, len(spec.nodes))
+            room.check(resolved.spec, local_path(resolved.spec.model.source), path, len(spec.nodes))
             run.forget_result()
             run.write_job(record, resolved)
             view = attach(view, resolved)
@@ -97,10 +98,7 @@ def _admit(run: RunFolder, asked: LaminarJob, options: Options) -> JobRecord | N
         return new_record(asked)
     check_unchanged(run.path, stored.requested, asked)
     if options.resume_from is not None:
-        kept = run.kept_checkpoint_steps()
-        if options.resume_from not in kept:
-            steps = ", ".join(map(str, kept)) or "none"
-            raise BadInput(f"--resume-from {options.resume_from}: no such checkpoint in {run.path}. Kept: {steps}.")
+        checkpoints.find(run, options.resume_from)
     grown = asked.spec.steps > stored.requested.spec.steps
     if run.standing() is Standing.FINISHED and not grown and options.resume_from is None:
         return None
@@ -129,10 +127,6 @@ def _report(run: RunFolder, view: View) -> None:
         write_report(run.path)
     except BadInput as error:
         view.note(str(error))
-
-
-def _model_folder(job: LaminarJob) -> Path:
-    return Path(job.spec.model.source.removeprefix(sources.FILE))
 
 
 async def _drive(driver: Driver) -> Ending:

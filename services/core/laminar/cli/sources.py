@@ -11,7 +11,6 @@ import asyncio
 import difflib
 import importlib
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,36 +18,18 @@ from typing import Any, cast
 
 from laminar.cli.errors import BadInput
 from laminar.shell.process import child_environment
-from laminar.wire import job_file
-from laminar.wire.spec import Evaluation, JobSpec, LaminarJob, Reward, TrainData
+from laminar.wire.sources import is_file, local_path, recipes_of, with_recipes
+from laminar.wire.spec import Evaluation, LaminarJob, Reward, TrainData
 
-FILE = "file:"
 Report = Callable[[str], None]
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 """All read as one JSON object a line."""
 MAX_RECIPE_LINE_BYTES = 2**20
 
 
-def absolute(job: LaminarJob, folder: Path) -> LaminarJob:
-    """The same job with `file:` sources and reward functions absolute; `folder` is where relative ones start."""
-
-    def source(text: str) -> str:
-        return f"{FILE}{_join(folder, text.removeprefix(FILE))}" if text.startswith(FILE) else text
-
-    def reward(entry: Reward) -> Reward:
-        if entry.function is None:
-            return entry
-        path, _, name = entry.function.rpartition(":")
-        return entry.model_copy(update={"function": f"{_join(folder, path)}:{name}"})
-
-    job = _with_sources(job, source)
-    rewards = [reward(entry) for entry in job.spec.rewards]
-    return job.model_copy(update={"spec": job.spec.model_copy(update={"rewards": rewards})})
-
-
 async def resolve(job: LaminarJob, report: Report) -> LaminarJob:
     """The absolute job with every recipe made and named by its file. Raises BadInput with the recipe's own words."""
-    names = job_file.recipes_of(job)
+    names = recipes_of(job)
     async with asyncio.TaskGroup() as group:
         tasks = {name: group.create_task(_make(name, report)) for name in names}
     made: dict[str, Path] = {}
@@ -57,7 +38,7 @@ async def resolve(job: LaminarJob, report: Report) -> LaminarJob:
         if not isinstance(outcome, Path):
             raise BadInput(outcome)
         made[name] = outcome
-    return job_file.resolve(job, Path("/"), made)
+    return with_recipes(job, made)
 
 
 def check(job: LaminarJob) -> None:
@@ -66,11 +47,11 @@ def check(job: LaminarJob) -> None:
     Recipes are passed over: what they make is right by construction.
     """
     spec = job.spec
-    if spec.model.source.startswith(FILE):
-        check_model(Path(spec.model.source.removeprefix(FILE)))
+    if is_file(spec.model.source):
+        check_model(local_path(spec.model.source))
     for data in (spec.data.train, *spec.evaluations):
-        if data.source.startswith(FILE):
-            check_data(Path(data.source.removeprefix(FILE)), data)
+        if is_file(data.source):
+            check_data(local_path(data.source), data)
     for reward in spec.rewards:
         if reward.function is not None:
             check_function(reward)
@@ -173,23 +154,6 @@ async def _make(name: str, report: Report) -> Path | str:
     if code != 0 or not lines:
         return last_error or f"The recipe '{name}' ended with exit code {code} and said nothing."
     return Path(str(json.loads(lines[-1])["path"]))
-
-
-def _join(folder: Path, text: str) -> Path:
-    return Path(os.path.normpath(folder.absolute() / Path(text).expanduser()))
-
-
-def _with_sources(job: LaminarJob, change: Callable[[str], str]) -> LaminarJob:
-    spec = job.spec
-    train = spec.data.train.model_copy(update={"source": change(spec.data.train.source)})
-    changed: JobSpec = spec.model_copy(
-        update={
-            "model": spec.model.model_copy(update={"source": change(spec.model.source)}),
-            "data": spec.data.model_copy(update={"train": train}),
-            "evaluations": [entry.model_copy(update={"source": change(entry.source)}) for entry in spec.evaluations],
-        }
-    )
-    return job.model_copy(update={"spec": changed})
 
 
 def _jsonl_columns(path: Path, where: str) -> set[str]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Protocol
 
 from laminar.wire.codec import unpack_tokens
+from laminar.wire.sources import is_file, local_path
 from laminar.wire.spec import LaminarJob
 
 
@@ -24,8 +24,8 @@ class Decoder:
         """The tokenizer.json of a job whose model is a folder. The folder may be gone by now, and a machine that only
         reads runs need not have `tokenizers`: then ids are shown."""
         source = job.spec.model.source
-        file = Path(source.removeprefix("file:")) / "tokenizer.json"
-        if not source.startswith("file:") or not file.is_file():
+        file = local_path(source) / "tokenizer.json" if is_file(source) else None
+        if file is None or not file.is_file():
             return cls(None)
         try:
             from tokenizers import Tokenizer

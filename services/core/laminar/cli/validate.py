@@ -8,6 +8,7 @@ from pathlib import Path
 from laminar.cli import sources
 from laminar.cli.errors import BadInput
 from laminar.wire.job_file import JobFileError, load_job
+from laminar.wire.sources import absolute
 from laminar.wire.spec import LaminarJob
 
 
@@ -18,7 +19,7 @@ def validate(file: Path, overrides: Sequence[str]) -> LaminarJob:
         job = load_job(file, overrides)
     except JobFileError as error:
         raise BadInput(str(error)) from error
-    sources.check(sources.absolute(job, file.absolute().parent))
+    sources.check(absolute(job, file.absolute().parent))
     return job
 
 

@@ -14,10 +14,10 @@ MIN_CHUNK_BYTES = 1 << 20
 MAX_CHUNK_BYTES = 64 << 20
 """A lost or damaged chunk costs at most this much, and a hop adds at most this much latency."""
 
-RECENT = 256
-"""Measurements that count: a few versions' worth; a link that changed is known again soon."""
+RECENT = 8
+"""Measurements that count: a link that changed is known again after as many versions."""
 FASTEST_BYTE_S = 1 / 50e9
-"""No link of one host is faster than 400 Gbit/s; a shorter time says that the send only filled a buffer."""
+"""No link of one host is faster than 400 Gbit/s; a shorter time says that the messages were quicker than measured."""
 
 
 def best_num_chunks(num_nodes: int, weights_bytes: int, byte_s: float, message_s: float) -> float:
@@ -57,22 +57,25 @@ class LinkMeter:
     """T_b and T_s of the slowest link from here on down the chain, as seen while versions are forwarded.
 
     Of the own link, a message costs what the quickest exchange of two small ones took of late, and a byte what is left
-    of the time that sending took. A link that waits for its own upstream looks quicker than it is; the first link of
-    the chain, which the formula needs most, does not wait.
+    of the time of the quickest version, from its first byte until the other side said that it has them all: a send
+    alone would only tell how fast a buffer fills. A link that waits for its own upstream looks as slow as that one,
+    which then is what counts.
     """
 
     def __init__(self) -> None:
         self._messages_s: deque[float] = deque(maxlen=RECENT)
-        self._chunks: deque[tuple[int, float]] = deque(maxlen=RECENT)
+        self._bytes_s: deque[float] = deque(maxlen=RECENT)
         self._told = (0.0, 0.0)
 
     def message(self, exchange_s: float) -> None:
         """A small message went there and its answer came back."""
         self._messages_s.append(exchange_s)
 
-    def chunk(self, num_bytes: int, send_s: float) -> None:
-        """A chunk was sent."""
-        self._chunks.append((num_bytes, send_s))
+    def version(self, num_bytes: int, num_chunks: int, took_s: float) -> None:
+        """So much was sent and stored. Something has been told to `message` before."""
+        if num_bytes > 0:
+            moving_s = took_s - num_chunks * min(self._messages_s)
+            self._bytes_s.append(max(moving_s / num_bytes, FASTEST_BYTE_S))
 
     def told(self, byte_s: float, message_s: float) -> None:
         """What the neighbour knows of the links behind it; 0: nothing."""
@@ -86,12 +89,7 @@ class LinkMeter:
     @property
     def byte_s(self) -> float:
         """0: not measured yet."""
-        chunks, message_s = list(self._chunks), min(list(self._messages_s), default=0.0)
-        num_bytes = sum(size for size, _ in chunks)
-        if num_bytes == 0:
-            return self._told[0]
-        moving_s = sum(taken_s for _, taken_s in chunks) - len(chunks) * message_s
-        return max(moving_s / num_bytes, FASTEST_BYTE_S, self._told[0])
+        return max(min(list(self._bytes_s), default=0.0), self._told[0])
 
     def chunk_bytes(self, num_nodes: int, weights_bytes: int) -> int:
         """What `chunk_bytes` says for these links; 0: not measured yet."""

@@ -1,5 +1,10 @@
 """The sample ledger: what was started, who may write it, and how each sample ended.
 
+    lease                 -> leases    grants, refreshes, reloads of kept versions
+    append, finish, grade -> writes    judged by term and holder
+    lose                  -> losses    redirect, poison
+    seal, commit          -> batches   ready groups, dynamic sampling, rollbacks
+
 The pool drives it: the ledger decides and changes its objects, the store writes the rows named in `drain()`, then
 the answer goes out. It holds what has not ended (and batches not yet consumed); what has ended lives in the store.
 
@@ -12,82 +17,32 @@ Invariants, kept under every order of calls:
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from laminar.core.decisions import (
-    Changes,
-    Counters,
-    Grant,
-    LeaseDecision,
-    LedgerPlan,
-    Moved,
-    Outcome,
-    Refresh,
-    StepConflict,
-    Wait,
-    WriteResult,
-)
-from laminar.core.identity import GroupKey, SampleKey, Version
-from laminar.core.prompts import PromptStream, StreamPosition
-from laminar.core.redirect import Destination, Lost, plan_redirect
-from laminar.core.samples import (
-    RUNNING,
-    DiscardReason,
-    Group,
-    GroupState,
-    Holder,
-    Sample,
-    SampleEvent,
-    SampleState,
-    SealedBatch,
-)
-from laminar.core.schedule import Schedule, ScheduleView
+from laminar.core.accounts import Accounts
+from laminar.core.batches import Batches
+from laminar.core.decisions import Changes, Counters, LeaseDecision, LedgerPlan, Loss, Moved
+from laminar.core.identity import GroupKey, SampleKey
+from laminar.core.leases import Leases
+from laminar.core.losses import Losses
+from laminar.core.prompts import StreamPosition
+from laminar.core.redirect import Destination
+from laminar.core.samples import Group, Holder, Sample, SealedBatch
+from laminar.core.schedule import Schedule
 from laminar.core.versions import VersionRegister
-
-__all__ = [
-    "MAX_GENERATION_FAILURES",
-    "Changes",
-    "Counters",
-    "Grant",
-    "LeaseDecision",
-    "Ledger",
-    "LedgerPlan",
-    "Moved",
-    "Outcome",
-    "Refresh",
-    "StepConflict",
-    "Wait",
-    "WriteResult",
-]
-
-MAX_GENERATION_FAILURES = 3
-"""Infrastructure failures after which a sample is given up as `failed`."""
+from laminar.core.writes import Writes
 
 
 class Ledger:
-    """See the module. `register` is shared with the pool; `committed_step` is the last consumed step."""
+    """See the module. `register` is shared with the pool; `kept` are the versions that relays hold, None while that
+    is not known."""
 
     def __init__(self, plan: LedgerPlan, schedule: Schedule, register: VersionRegister) -> None:
-        self.plan = plan
-        self.counters = Counters()
-        self.committed_step = 0
-        self.groups: dict[GroupKey, Group] = {}
-        self.batches: dict[int, SealedBatch] = {}
-        self._schedule = schedule
-        self._register = register
-        self._stream = PromptStream(plan.num_prompts, plan.seed)
-        self._ready_seq = 0
-        self._dirty_groups: dict[GroupKey, Group] = {}
-        self._dirty_samples: dict[SampleKey, Sample] = {}
-        self._appended: list[tuple[SampleKey, int, bytes, bytes]] = []
-        self._cleared: list[SampleKey] = []
-
-    # --- restoring ----------------------------------------------------------------------------------------------
-
-    @property
-    def stream_position(self) -> StreamPosition:
-        return self._stream.position
+        self._accounts = Accounts(plan)
+        self._batches = Batches(self._accounts)
+        self._leases = Leases(self._accounts, schedule, register)
+        self._losses = Losses(self._accounts, self._batches)
+        self.writes = Writes(self._accounts, self._batches, register)
 
     def restore(
         self,
@@ -98,371 +53,114 @@ class Ledger:
         committed_step: int,
     ) -> None:
         """Continue from stored rows: groups that have not ended, sealed batches not yet consumed, totals."""
-        self.groups = {group.key: group for group in groups}
-        self.batches = {batch.step: batch for batch in batches}
-        self.counters = counters
-        self.committed_step = committed_step
-        self._stream = PromptStream(self.plan.num_prompts, self.plan.seed, position)
-        self._ready_seq = max((group.ready_seq for group in self.groups.values()), default=0)
+        self._accounts.restore(groups, batches, counters, position, committed_step)
 
     def drain(self) -> Changes:
         """What changed since the last call, each row once, in its newest form."""
-        changes = Changes(
-            list(self._dirty_groups.values()), list(self._dirty_samples.values()), self._appended, self._cleared
-        )
-        self._dirty_groups, self._dirty_samples, self._appended, self._cleared = {}, {}, [], []
-        return changes
+        return self._accounts.drain()
 
-    # --- numbers ------------------------------------------------------------------------------------------------
+    # --- reading ------------------------------------------------------------------------------------------------
 
     @property
-    def started_unconsumed_groups(self) -> int:
-        """Groups that are started and neither consumed nor discarded: what back-pressure counts."""
-        return len(self.groups)
+    def plan(self) -> LedgerPlan:
+        return self._accounts.plan
 
     @property
-    def num_open(self) -> int:
-        """Admitted samples that have not ended."""
-        ended = (SampleState.CONSUMED, SampleState.DISCARDED)
-        return sum(sample.state not in ended for group in self.groups.values() for sample in group.samples)
+    def counters(self) -> Counters:
+        return self._accounts.counters
+
+    @property
+    def committed_step(self) -> int:
+        """The last consumed step."""
+        return self._accounts.committed_step
 
     @property
     def finished(self) -> bool:
         return self.committed_step >= self.plan.steps
 
+    @property
+    def stream_position(self) -> StreamPosition:
+        return self._accounts.stream.position
+
+    @property
+    def groups(self) -> Mapping[GroupKey, Group]:
+        """Started, and neither consumed nor discarded: what back-pressure counts."""
+        return self._accounts.groups
+
+    @property
+    def batches(self) -> Mapping[int, SealedBatch]:
+        """Sealed and not consumed."""
+        return self._accounts.batches
+
+    @property
+    def num_open(self) -> int:
+        """Admitted samples that have not ended."""
+        return self._accounts.num_open
+
     def sample(self, key: SampleKey) -> Sample | None:
-        """None if it was never admitted, or has ended."""
-        group = self.groups.get(key.group)
-        return group.samples[key.index] if group and 0 <= key.index < len(group.samples) else None
+        """None if it was never admitted, or has ended with its group."""
+        return self._accounts.sample(key)
 
     def held_by(self, holder: Holder) -> list[Sample]:
         """What this life of a replica may write now."""
-        return [s for g in self.groups.values() for s in g.samples if s.holder == holder and s.state in RUNNING]
+        return self._accounts.held_by(holder)
+
+    def running(self) -> dict[Holder, list[Sample]]:
+        """What each life that holds anything is to generate now."""
+        return self._accounts.holders()
 
     def unfinished_versions(self) -> list[int]:
-        """Versions that running samples are bound to: those with most of them first, the newer first of equals."""
-        counts = Counter(
-            sample.version
-            for group in self.groups.values()
-            for sample in group.samples
-            if sample.version is not None and sample.state is SampleState.LEASED
-        )
+        """Versions that partial responses need: those with most of them first, the newer first of equals."""
+        counts = self._accounts.versions_needed()
         return sorted(counts, key=lambda version: (-counts[version], -version))
 
-    # --- leases -------------------------------------------------------------------------------------------------
+    # --- replicas -----------------------------------------------------------------------------------------------
 
-    def lease(self, holder: Holder, version: int | None, now_wall_s: float) -> LeaseDecision:
-        """Answer a replica whose batch has ended. A replica that still holds running samples gets those again: the
-        earlier answer was lost on the way. A newer visible version comes before any grant."""
-        running = [sample for sample in self.held_by(holder) if sample.state is SampleState.LEASED]
-        if running and version is not None and all(sample.version == version for sample in running):
-            return Grant(version, tuple(running))
-        newest = self._register.newest
-        if newest is None or self.finished:
-            return Wait()
-        view = self._view(version)
-        if version is None or self._schedule.must_refresh(view):
-            return Refresh(newest.version)
-        samples = self._take_waiting(holder, version, now_wall_s)
-        startable = min(self.plan.groups_per_lease - len({s.key.group for s in samples}), self._startable(view))
-        for _ in range(startable):
-            samples += self._start_group(holder, version, now_wall_s)
-        return Grant(version, tuple(samples)) if samples else Wait()
+    def lease(
+        self, holder: Holder, version: int | None, now_wall_s: float, kept: frozenset[int] | None = frozenset()
+    ) -> LeaseDecision:
+        """Answer a replica whose batch has ended."""
+        return self._leases.lease(holder, version, now_wall_s, kept)
 
-    def _view(self, version: int | None) -> ScheduleView:
-        newest = self._register.newest
-        assert newest is not None
-        return ScheduleView(
-            newest_version=Version(newest.version),
-            newest_step=newest.step,
-            replica_version=None if version is None else Version(version),
-            committed_step=self.committed_step,
-            prompts_per_step=self.plan.prompts_per_step,
-            max_ahead_steps=self.plan.max_ahead_steps,
-            started_unconsumed_groups=self.started_unconsumed_groups,
-        )
+    def adopt_ungraded(self, holder: Holder) -> list[Sample]:
+        """Responses that nobody grades are this replica's from now on; tell it by a command."""
+        return self._leases.adopt_ungraded(holder)
 
-    def _startable(self, view: ScheduleView) -> int:
-        usable = (self.plan.steps - self.committed_step) * self.plan.prompts_per_step - self.started_unconsumed_groups
-        return max(0, min(usable, self._schedule.num_startable_groups(view)))
+    def lose(
+        self,
+        source: Holder,
+        destinations: Iterable[Destination],
+        reason: str,
+        *,
+        loss: Loss = Loss.SUSPECT,
+        kept: frozenset[int] | None = frozenset(),
+    ) -> list[Moved]:
+        """A replica is suspect, dead, superseded or drained: each sample it holds goes elsewhere or waits."""
+        self._leases.forget(source)
+        return self._losses.lose(source, destinations, loss, kept, reason)
 
-    def _take_waiting(self, holder: Holder, version: int, now_wall_s: float) -> list[Sample]:
-        """Samples of started groups come before new ones: restarts, and responses that nobody grades."""
-        taken: list[Sample] = []
-        waiting = [g for g in self.groups.values() if g.state is GroupState.OPEN]
-        for group in sorted(waiting, key=lambda group: group.key):
-            free = [s for s in group.samples if s.state is SampleState.PENDING or s.is_orphan]
-            if free and len({s.key.group for s in taken} | {group.key}) <= self.plan.groups_per_lease:
-                taken += [self._grant(sample, holder, version, now_wall_s) for sample in free]
-        return taken
+    def absolve(self, source: Holder) -> None:
+        """A suspect is heard again in the same life."""
+        self._losses.absolve(source)
 
-    def _start_group(self, holder: Holder, version: int, now_wall_s: float) -> list[Sample]:
-        """Draw prompts until one fits; those over the limit are admitted and discarded at once."""
-        for _ in range(self.plan.num_prompts):
-            key = self._stream.draw()
-            group = Group(key, [Sample(SampleKey(key, index)) for index in range(self.plan.samples_per_prompt)])
-            self.groups[key] = group
-            self.counters.admitted += len(group.samples)
-            self._dirty_groups[key] = group
-            if key.prompt not in self.plan.too_long:
-                return [self._grant(sample, holder, version, now_wall_s) for sample in group.samples]
-            self._discard_group(group, DiscardReason.TOO_LONG, "the prompt is longer than data.maxPromptTokens")
-        return []
+    def restart_unkept(self, kept: frozenset[int]) -> list[tuple[Sample, int]]:
+        """Waiting partials whose version no relay holds any more start again; each with its number of lost tokens."""
+        return self._leases.restart_unkept(kept)
 
-    def _grant(self, sample: Sample, holder: Holder, version: int, now_wall_s: float) -> Sample:
-        sample.move_to(SampleEvent.GRANT)
-        sample.term += 1
-        sample.holder = holder
-        if sample.state is SampleState.LEASED:
-            sample.version = version
-            sample.leased_wall_s = now_wall_s
-        self._dirty_samples[sample.key] = sample
-        return sample
-
-    # --- writes of a replica ------------------------------------------------------------------------------------
-
-    def append(
-        self, holder: Holder, key: SampleKey, term: int, offset: int, tokens: bytes, logprobs: bytes
-    ) -> WriteResult:
-        """Tokens [offset, offset + n). What is durable already must be equal; a gap is refused with the durable
-        length."""
-        sample, refusal = self._writable(holder, key, term)
-        if sample is None:
-            return refusal
-        if len(tokens) != len(logprobs) or len(tokens) % 4 or offset < 0:
-            return self._refuse(Outcome.MISMATCH, sample.length)
-        if offset > sample.length:
-            return self._refuse(Outcome.GAP, sample.length)
-        known = min(sample.length - offset, len(tokens) // 4)
-        start = 4 * offset
-        if bytes(sample.tokens[start : start + 4 * known]) != tokens[: 4 * known]:
-            return self._refuse(Outcome.MISMATCH, sample.length)
-        new_tokens, new_logprobs = tokens[4 * known :], logprobs[4 * known :]
-        if not new_tokens:
-            return WriteResult(Outcome.OK, sample.length)
-        too_much = sample.length + len(new_tokens) // 4 > self.plan.max_response_tokens
-        if sample.state is not SampleState.LEASED or too_much:
-            return self._refuse(Outcome.MISMATCH, sample.length)
-        self._appended.append((key, sample.length, new_tokens, new_logprobs))
-        sample.tokens += new_tokens
-        sample.logprobs += new_logprobs
-        return WriteResult(Outcome.OK, sample.length)
-
-    def finish(
-        self, holder: Holder, key: SampleKey, term: int, length: int, reason: str, detail: str, now_wall_s: float
-    ) -> WriteResult:
-        """Generation ended. The first valid finish wins; "error" is an infrastructure failure: the sample restarts
-        elsewhere, at most MAX_GENERATION_FAILURES times, and is never a reward of 0."""
-        sample, refusal = self._writable(holder, key, term)
-        if sample is None:
-            return refusal
-        if sample.state is not SampleState.LEASED:
-            return WriteResult(Outcome.OK, sample.length)
-        if reason == "error":
-            sample.failures += 1
-            if sample.failures >= MAX_GENERATION_FAILURES:
-                self._discard(sample, DiscardReason.FAILED, detail)
-                self._after_end(self.groups[key.group])
-            else:
-                self._restart(sample)
-            return WriteResult(Outcome.OK, 0)
-        if length != sample.length:
-            return self._refuse(Outcome.GAP, sample.length)
-        sample.move_to(SampleEvent.FINISH)
-        sample.finish_reason = reason
-        sample.finished_wall_s = now_wall_s
-        newest = self._register.newest
-        assert newest is not None and sample.version is not None
-        age = self._register.age(sample.version, newest.version)
-        sample.inherent, sample.across_rollback = age.steps, age.across_rollback
-        self._dirty_samples[key] = sample
-        return WriteResult(Outcome.OK, sample.length)
-
-    def grade(
-        self, holder: Holder, key: SampleKey, term: int, reward: float | None, parts: Mapping[str, float], detail: str
-    ) -> WriteResult:
-        """The verdict; `reward` None: ungraded, left out of the group's statistics."""
-        sample, refusal = self._writable(holder, key, term)
-        if sample is None:
-            return refusal
-        if sample.state is not SampleState.FINISHED:
-            return self._refuse(Outcome.GAP, sample.length)
-        if reward is None:
-            self._discard(sample, DiscardReason.UNGRADED, detail)
-        else:
-            sample.move_to(SampleEvent.GRADE)
-            sample.reward, sample.parts, sample.detail = reward, dict(parts), detail
-            sample.holder = None
-            self._dirty_samples[key] = sample
-        self._after_end(self.groups[key.group])
-        return WriteResult(Outcome.OK, sample.length)
-
-    def _writable(self, holder: Holder, key: SampleKey, term: int) -> tuple[Sample | None, WriteResult]:
-        sample = self.sample(key)
-        if sample is None:
-            # Never admitted, or ended long ago and gone from memory: either way there is nothing left to write.
-            return None, self._refuse(Outcome.SUPERSEDED, 0)
-        if sample.term == term and sample.state in (SampleState.GRADED, SampleState.BATCHED):
-            return None, WriteResult(Outcome.OK, sample.length)  # a repeated call is answered as the first
-        if sample.term != term or sample.holder != holder:
-            return None, self._refuse(Outcome.SUPERSEDED, sample.length)
-        return sample, WriteResult(Outcome.OK, sample.length)
-
-    def _refuse(self, outcome: Outcome, durable: int) -> WriteResult:
-        self.counters.refused[outcome.value] += 1
-        return WriteResult(outcome, durable)
-
-    # --- losing a replica ---------------------------------------------------------------------------------------
-
-    def lose(self, source: Holder, destinations: Iterable[Destination], reason: str) -> list[Moved]:
-        """A replica is suspect, dead or superseded: each sample it holds gets a new term, elsewhere or nowhere yet."""
-        held = {sample.key: sample for sample in self.held_by(source)}
-        lost = [_lost(sample) for sample in held.values()]
-        others = [destination for destination in destinations if destination.holder != source]
-        return [
-            self._move(held[redirect.key], source, redirect.to, f"{reason}: {redirect.reason}")
-            for redirect in plan_redirect(lost, others)
-        ]
-
-    def _move(self, sample: Sample, source: Holder, to: Holder | None, reason: str) -> Moved:
-        restarted_tokens = 0
-        if to is not None:
-            sample.move_to(SampleEvent.MOVE)
-            sample.term += 1
-            sample.moves += 1
-            sample.holder = to
-            self.counters.moved_samples += 1
-        elif sample.state is SampleState.FINISHED:
-            sample.move_to(SampleEvent.ORPHAN)
-            sample.term += 1
-            sample.holder = None
-        else:
-            restarted_tokens = sample.length
-            self._restart(sample)
-        self._dirty_samples[sample.key] = sample
-        return Moved(sample, source, to, restarted_tokens, reason)
-
-    def _restart(self, sample: Sample) -> None:
-        sample.move_to(SampleEvent.RESTART)
-        self.counters.restarted_samples += 1
-        self.counters.restarted_tokens += sample.length
-        sample.term += 1
-        sample.restarts += 1
-        sample.holder = None
-        sample.version = None
-        sample.tokens.clear()
-        sample.logprobs.clear()
-        self._appended = [item for item in self._appended if item[0] != sample.key]
-        self._cleared.append(sample.key)
-        self._dirty_samples[sample.key] = sample
-
-    # --- batches ------------------------------------------------------------------------------------------------
+    # --- the trainer --------------------------------------------------------------------------------------------
 
     def seal(self, step: int) -> SealedBatch | None:
-        """Batch `step`: the same again if it is sealed; else the oldest ready groups, or None while too few are ready.
-
-        Raises StepConflict for a step that is not the next one.
-        """
-        if step in self.batches:
-            return self.batches[step]
-        if step != self.committed_step + 1 or step > self.plan.steps:
-            raise StepConflict(f"step {step} is not due: {self.committed_step} of {self.plan.steps} are committed")
-        ready = sorted(
-            (g for g in self.groups.values() if g.state is GroupState.READY), key=lambda group: group.ready_seq
-        )
-        if len(ready) < self.plan.prompts_per_step:
-            return None
-        chosen = ready[: self.plan.prompts_per_step]
-        for group in chosen:
-            group.state, group.step = GroupState.BATCHED, step
-            self._dirty_groups[group.key] = group
-            for sample in group.graded:
-                sample.move_to(SampleEvent.SEAL)
-                self._dirty_samples[sample.key] = sample
-        self.batches[step] = SealedBatch(step, tuple(group.key for group in chosen))
-        return self.batches[step]
+        """See Batches.seal."""
+        return self._batches.seal(step)
 
     def batch_groups(self, step: int) -> list[Group]:
-        """The groups of a sealed, unconsumed batch, in order. Raises StepConflict if there is none."""
-        if step not in self.batches:
-            raise StepConflict(f"batch {step} is not sealed, or already consumed")
-        return [self.groups[key] for key in self.batches[step].groups]
+        """See Batches.groups_of."""
+        return self._batches.groups_of(step)
 
     def commit(self, step: int) -> list[Group]:
-        """Batch `step` is consumed; its groups leave memory. An empty list when that was so already.
-
-        Raises StepConflict if it is not the next one or not sealed.
-        """
-        if step <= self.committed_step:
-            return []
-        if step != self.committed_step + 1 or step not in self.batches:
-            raise StepConflict(f"step {step} is not sealed, or not the next one after step {self.committed_step}")
-        groups = self.batch_groups(step)
-        for group in groups:
-            group.state = GroupState.CONSUMED
-            self._dirty_groups[group.key] = group
-            for sample in group.graded:
-                sample.move_to(SampleEvent.COMMIT)
-                self.counters.consumed += 1
-                self._dirty_samples[sample.key] = sample
-            del self.groups[group.key]
-        del self.batches[step]
-        self.committed_step = step
-        if self.finished:
-            self._drop_surplus()
-        return groups
+        """See Batches.commit."""
+        return self._batches.commit(step)
 
     def roll_back(self, restored_step: int, consumed: Iterable[tuple[SealedBatch, list[Group]]]) -> None:
-        """A trainer restarts at `restored_step`: the batches after it, which the store gives back, are due again, in
-        the same order with the same content."""
-        for batch, groups in consumed:
-            assert restored_step < batch.step <= self.committed_step, f"batch {batch.step} is not being rolled back"
-            self.batches[batch.step] = batch
-            for group in groups:
-                group.state = GroupState.BATCHED
-                self.groups[group.key] = group
-                self._dirty_groups[group.key] = group
-                for sample in group.samples:
-                    if sample.state is SampleState.CONSUMED:
-                        sample.move_to(SampleEvent.ROLL_BACK)
-                        self.counters.consumed -= 1
-                        self._dirty_samples[sample.key] = sample
-        self.committed_step = min(self.committed_step, restored_step)
-
-    # --- ends ---------------------------------------------------------------------------------------------------
-
-    def _after_end(self, group: Group) -> None:
-        """A sample of `group` has ended: is the group ready, or not worth training on?"""
-        if group.state is not GroupState.OPEN or not group.has_ended:
-            return
-        if len(group.graded) >= group.num_needed:
-            self._ready_seq += 1
-            group.state, group.ready_seq = GroupState.READY, self._ready_seq
-            self._dirty_groups[group.key] = group
-            return
-        ended = Counter(s.reason for s in group.samples if s.reason is not None)
-        self._discard_group(group, ended.most_common(1)[0][0], "too few samples of the group were graded")
-
-    def _discard_group(self, group: Group, reason: DiscardReason, detail: str) -> None:
-        for sample in group.samples:
-            if sample.state is not SampleState.DISCARDED:
-                self._discard(sample, reason, detail)
-        group.state = GroupState.DISCARDED
-        self._dirty_groups[group.key] = group
-        del self.groups[group.key]
-
-    def _discard(self, sample: Sample, reason: DiscardReason, detail: str) -> None:
-        sample.move_to(SampleEvent.DISCARD)
-        sample.reason, sample.detail, sample.holder = reason, detail, None
-        self.counters.discarded[reason.value] += 1
-        self._dirty_samples[sample.key] = sample
-
-    def _drop_surplus(self) -> None:
-        """The last step is done: what is still open can be used by nobody."""
-        for group in list(self.groups.values()):
-            self._discard_group(group, DiscardReason.SURPLUS, "the last step was committed")
-
-
-def _lost(sample: Sample) -> Lost:
-    assert sample.version is not None, f"sample {sample.key} is held without a version"
-    return Lost(sample.key, sample.version, sample.length, ended=sample.state is SampleState.FINISHED)
+        """See Batches.roll_back."""
+        self._batches.roll_back(restored_step, consumed)

@@ -40,6 +40,12 @@ class PromptStream:
             self._order = self._permutation(self.position.pass_)
         return key
 
+    def has_drawn(self, key: GroupKey) -> bool:
+        """Whether `draw` has returned it."""
+        if key.pass_ != self.position.pass_:
+            return 0 <= key.pass_ < self.position.pass_ and 0 <= key.prompt < self._num_prompts
+        return key.prompt in self._order[: self.position.cursor]
+
     def __iter__(self) -> Iterator[GroupKey]:
         while True:
             yield self.draw()

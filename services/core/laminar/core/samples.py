@@ -4,8 +4,8 @@
        \\________\\__________\\_________\\______-> discarded(reason)
 
 Every admitted sample ends in exactly one of the two terminal states. Going back is possible in two places only:
-a lost or failed response starts again (leased -> pending), and a trainer that recovers from an older checkpoint
-gets the same batches again (consumed -> batched).
+a lost or failed response waits again (leased -> pending; *parked* with its version and tokens, or *restarted* without),
+and a trainer that recovers from an older checkpoint gets the same batches again (consumed -> batched).
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ class SampleState(StrEnum):
 class SampleEvent(StrEnum):
     GRANT = "grant"
     MOVE = "move"
+    PARK = "park"
+    """Keeps its version and tokens; waits for a replica that runs or loads this version."""
     RESTART = "restart"
     FINISH = "finish"
     ORPHAN = "orphan"
@@ -55,8 +57,10 @@ class IllegalTransition(AssertionError):
 _S, _E = SampleState, SampleEvent
 TRANSITIONS: dict[tuple[SampleState, SampleEvent], SampleState] = {
     (_S.PENDING, _E.GRANT): _S.LEASED,
+    (_S.PENDING, _E.RESTART): _S.PENDING,
     (_S.PENDING, _E.DISCARD): _S.DISCARDED,
     (_S.LEASED, _E.MOVE): _S.LEASED,
+    (_S.LEASED, _E.PARK): _S.PENDING,
     (_S.LEASED, _E.RESTART): _S.PENDING,
     (_S.LEASED, _E.FINISH): _S.FINISHED,
     (_S.LEASED, _E.DISCARD): _S.DISCARDED,
@@ -83,10 +87,20 @@ class Holder:
     incarnation: int
 
 
+@dataclass(frozen=True, slots=True)
+class ToolSpan:
+    """Tokens [start, start + length) of a response are the result of tool call `call` (from 0 on), not the model's:
+    they have no log-probs (zeros stand in for them) and are never trained on."""
+
+    start: int
+    length: int
+    call: int
+
+
 @dataclass(slots=True)
 class Sample:
     """One response. `tokens` (int32) and `logprobs` (float32) are packed little-endian and only grow within a term's
-    chain; a restart empties them and is counted."""
+    chain; a restart empties them and is counted. `tools` lies in the tokens, ascending, without overlaps."""
 
     key: SampleKey
     state: SampleState = SampleState.PENDING
@@ -107,11 +121,19 @@ class Sample:
     detail: str = ""
     leased_wall_s: float = 0.0
     finished_wall_s: float = 0.0
+    tools: list[ToolSpan] = field(default_factory=list[ToolSpan])
+    lost_lives: dict[Holder, bool] = field(default_factory=dict[Holder, bool])
+    """Lives that ran it when they were lost; True: known to be dead. More than one dead, and it is poison."""
 
     @property
     def length(self) -> int:
         """Durable tokens of the response."""
         return len(self.tokens) // 4
+
+    @property
+    def is_parked(self) -> bool:
+        """Waits for a replica of its version."""
+        return self.state is SampleState.PENDING and self.version is not None
 
     @property
     def is_orphan(self) -> bool:
@@ -150,6 +172,11 @@ class Group:
         """The samples that count in the group's statistics, in index order."""
         kept = (SampleState.GRADED, SampleState.BATCHED, SampleState.CONSUMED)
         return [sample for sample in self.samples if sample.state in kept]
+
+    @property
+    def has_equal_rewards(self) -> bool:
+        """Its graded samples say nothing about which of them was better."""
+        return len({sample.reward for sample in self.graded}) == 1
 
     @property
     def num_needed(self) -> int:

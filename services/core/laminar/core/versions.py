@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from laminar.core.lineage import Lineage
+
 
 class VersionState(StrEnum):
     RESERVED = "reserved"
@@ -56,11 +58,19 @@ class VersionConflict(ValueError):
 
 
 class VersionRegister:
-    """Invariant: versions grow by one; `newest` never goes back; a visible or burned row never changes again."""
+    """Invariant: versions only grow, by one within a generation of the pool, whose first one is `first`; `newest`
+    never goes back; a visible or burned row never changes again."""
 
-    def __init__(self, rows: Iterable[VersionRow] = ()) -> None:
+    def __init__(self, rows: Iterable[VersionRow] = (), first: int = 0) -> None:
+        self._first = first
         self._rows: dict[int, VersionRow] = {row.version: row for row in sorted(rows, key=lambda row: row.version)}
         self.dirty: set[int] = set()
+        self._lineage = Lineage()
+        self._by_step: dict[tuple[int, int], int] = {}
+        self.num_burned = 0
+        for row in self._rows.values():
+            self._index(row)
+            self.num_burned += row.state is VersionState.BURNED
 
     @property
     def newest(self) -> VersionRow | None:
@@ -78,16 +88,18 @@ class VersionRegister:
         return list(self._rows.values())
 
     def reserve(self, attempt: int, step: int, parent: int | None) -> VersionRow:
-        """A new version for (attempt, step); the same row again when the call is repeated."""
-        for row in reversed(self._rows.values()):
-            if row.attempt < attempt:
-                break
-            if (row.attempt, row.step) == (attempt, step):
-                return row
-        if parent is not None:
-            self.row(parent)
-        version = max(self._rows, default=-1) + 1
+        """A new version for (attempt, step); the same row again when the call is repeated.
+
+        Raises VersionConflict for a parent that is unknown or of a later step.
+        """
+        known = self._by_step.get((attempt, step))
+        if known is not None:
+            return self._rows[known]
+        if parent is not None and self.row(parent).step > step:
+            raise VersionConflict(f"version {parent} (step {self.row(parent).step}) is no parent for step {step}")
+        version = max(self._first, next(reversed(self._rows), -1) + 1)
         self._rows[version] = VersionRow(version, step, parent, attempt)
+        self._index(self._rows[version])
         self.dirty.add(version)
         return self._rows[version]
 
@@ -117,32 +129,32 @@ class VersionRegister:
         burned = [r for r in self._rows.values() if r.state is VersionState.RESERVED and r.attempt < attempt]
         for row in burned:
             row.state = VersionState.BURNED
+            self.num_burned += 1
             self.dirty.add(row.version)
         return [row.version for row in burned]
 
     def version_of_step(self, step: int, head: int | None) -> int | None:
         """The newest version of `step` on the lineage that ends in `head`."""
-        return next((row.version for row in self._lineage(head) if row.step == step), None)
+        found = None if head is None else self._lineage.at_or_below(step, head)
+        return found if found is not None and self._rows[found].step == step else None
 
     def age(self, version: int, head: int, head_step: int | None = None) -> Age:
         """Training steps between `version` and `head`, along the lineage of `head` (protocols: n - j).
 
         A version on a branch that was rolled back at step b is (n - b) + (j - b) old, flagged. `head_step` replaces
-        the head's own step where the head's version is still to come.
+        the head's own step where the head's version is still to come. Costs the logarithm of the number of steps.
         """
         n = self.row(head).step if head_step is None else head_step
         row = self.row(version)
-        on_lineage = {ancestor.version for ancestor in self._lineage(head)}
-        if version in on_lineage:
+        fork = self._lineage.common(version, head)
+        if fork == version:
             return Age(max(0, n - row.step), across_rollback=False)
-        branch = next((a.step for a in self._lineage(version) if a.version in on_lineage), 0)
+        branch = 0 if fork is None else self._rows[fork].step
         return Age(max(0, n - branch) + max(0, row.step - branch), across_rollback=True)
 
-    def _lineage(self, head: int | None) -> Iterable[VersionRow]:
-        while head is not None:
-            row = self.row(head)
-            yield row
-            head = row.parent
+    def _index(self, row: VersionRow) -> None:
+        self._lineage.add(row.version, row.step, row.parent)
+        self._by_step[row.attempt, row.step] = row.version
 
     def _maybe_visible(self, row: VersionRow, num_relays: int) -> bool:
         if row.state is not VersionState.RESERVED or not row.complete_on:

@@ -106,6 +106,18 @@ def _smollm2(order: Order) -> None:
     smollm2.build(order.folder, threads=order.threads, report=order.report)
 
 
+def _placeholder_model(order: Order) -> None:
+    from laminar.recipes import placeholder
+
+    placeholder.build(order.folder)
+
+
+def _placeholder_prompts(order: Order) -> None:
+    from laminar.recipes import placeholder
+
+    _write_rows(order.folder / data_file("placeholder-prompts"), placeholder.rows())
+
+
 def _write_sums(path: Path, sums: Sequence[Sum]) -> None:
     _write_rows(path, ({"question": s.question, "answer": s.answer, "num_terms": s.num_terms} for s in sums))
 
@@ -155,6 +167,20 @@ _ALL = (
         Kind.DATA,
         "the same of pairs that one-digit-sums does not have",
         _one_digit_sums_heldout,
+    ),
+    Recipe(
+        "placeholder-model",
+        Kind.MODEL,
+        "a tokenizer and a config without a model, for emulated engines and trainers",
+        _placeholder_model,
+        uses_seed=False,
+    ),
+    Recipe(
+        "placeholder-prompts",
+        Kind.DATA,
+        "ten thousand prompts of four tokens of placeholder-model",
+        _placeholder_prompts,
+        uses_seed=False,
     ),
 )
 RECIPES: Mapping[str, Recipe] = {recipe.name: recipe for recipe in _ALL}

@@ -3,7 +3,8 @@
     admitted = consumed (in the surviving lineage) + discarded + open
 
 and, for every consumed sample: one version, made visible with a known digest; exactly one batch; its response as
-long as was recorded. The rows are counted anew; the pool's own counters are only compared with them.
+long as was recorded, and as it was written. The rows are counted anew; the pool's own counters are only compared with
+them. Of samples that ended long ago the number by step and reason stands for their rows.
 """
 
 from __future__ import annotations
@@ -68,6 +69,10 @@ def read_audit(path: Path) -> AuditReport:
                 "SELECT reason, COUNT(*) FROM samples WHERE state = 'discarded' GROUP BY reason"
             )
         }
+        for reason, number in db.execute("SELECT reason, SUM(number) FROM ended GROUP BY reason"):
+            states["discarded" if reason else "consumed"] += int(number)
+            if reason:
+                reasons[reason] = reasons.get(reason, 0) + int(number)
         counters = json.loads(meta["counters"])
         committed = int(meta["committed_step"])
         report = AuditReport(
@@ -128,12 +133,12 @@ def _batches(db: sqlite3.Connection, committed: int) -> Iterator[str]:
             if name in seen:
                 yield f"group {name} is in batch {seen[name]} and in batch {step}"
             seen[name] = step
-    for step in range(1, committed + 1):
-        if step not in sealed:
-            yield f"step {step} is committed, but its batch is not in the ledger"
-    for step, members in sealed.items():
+    for step in sorted(set(range(1, committed + 1)) - set(sealed)):
+        yield f"step {step} is committed, but its batch is not in the ledger"
+    folded = {int(step) for (step,) in db.execute("SELECT step FROM ended WHERE reason = ''")}
+    for step in sorted(set(sealed) - folded):
         wanted = "consumed" if step <= committed else "batched"
-        yield from _batch_groups(db, step, members, wanted)
+        yield from _batch_groups(db, step, sealed[step], wanted)
     for pass_, prompt, step in db.execute(
         "SELECT pass, prompt, step FROM groups WHERE state IN ('batched', 'consumed')"
     ):
@@ -175,7 +180,7 @@ def _steps(db: sqlite3.Connection, committed: int) -> Iterator[str]:
         step: int(number)
         for step, number in db.execute(
             "SELECT g.step, COUNT(*) FROM samples s JOIN groups g ON g.pass = s.pass AND g.prompt = s.prompt "
-            "WHERE s.state = 'consumed' GROUP BY g.step"
+            "WHERE s.state = 'consumed' GROUP BY g.step UNION ALL SELECT step, number FROM ended WHERE reason = ''"
         )
     }
     for step, row in rows.items():
@@ -200,6 +205,7 @@ def _lengths(db: sqlite3.Connection) -> Iterator[str]:
         "t.idx = s.idx AND t.start < s.start)",
         "segments do not join",
     )  # fmt: skip
+    yield from _named(db, "FROM segments s WHERE s.crc != crc(s.tokens, s.logprobs)", "segments are not as written")
 
 
 def _named(db: sqlite3.Connection, query: str, what: str) -> Iterator[str]:

@@ -64,6 +64,7 @@ class BlockingClient:
             raise ValueError(f"url {url!r} is not http://host:port")
         self.url = url.rstrip("/")
         self._host, self._port = parts.hostname, parts.port
+        self._generation = generation
         self._headers = Identity(token, job_uid, generation, name).headers()
         self._rng = rng or random.Random(f"{name}/{job_uid}")
         self._connection: http.client.HTTPConnection | None = None
@@ -141,9 +142,10 @@ class BlockingClient:
                 else:
                     if status < 300:
                         return answer
-                    if not is_retried(status):
-                        raise refusal_of(status, answer)
-                    reason = f"{method} {self.url}{path}: {refusal_of(status, answer)}"
+                    refused = refusal_of(status, answer)
+                    if not is_retried(refused, self._generation):
+                        raise refused
+                    reason = f"{method} {self.url}{path}: {refused}"
                 if self._aborted.wait(retry.pause_s(reason)):
                     raise Unreachable(f"given up: {reason}")
         finally:

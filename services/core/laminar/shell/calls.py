@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from laminar.wire import headers
 from laminar.wire.messages import Problem
 
+GENERATION = "generation"
+"""The word of a refusal because of the pool's generation; its `current` is the service's own."""
 FIRST_PAUSE_S = 0.05
 LAST_PAUSE_S = 1.0
 """A service restarts within a second or two: calling less often than this only adds to the outage."""
@@ -47,6 +49,10 @@ class Superseded(Refused):
     """410: a newer incarnation is in force; stop what this one does."""
 
 
+class OldGeneration(Superseded):
+    """409: a newer generation of the pool is in force; this life is over, and the next one joins that."""
+
+
 class Malformed(Refused):
     """422: the message does not fit what the service expects."""
 
@@ -56,17 +62,22 @@ _BY_STATUS: dict[int, type[Refused]] = {
 }  # fmt: skip
 
 
-def is_retried(status: int) -> bool:
-    """429 and every 5xx: the service is busy, starting, or died while it answered."""
-    return status == 429 or status >= 500
+def is_retried(refused: Refused, generation: int | None) -> bool:
+    """429 and every 5xx: the service is busy, starting, or died while it answered. Also one of an older generation
+    than the caller's `generation`: it will be replaced, or hear of the newer one."""
+    if refused.error == GENERATION and generation is not None:
+        return refused.current is not None and refused.current < generation
+    return refused.status == 429 or refused.status >= 500
 
 
 def refusal_of(status: int, body: bytes) -> Refused:
-    """The typed error of an answer that is neither success nor retried."""
+    """The typed error of an answer that is no success."""
     try:
         problem = Problem.model_validate_json(body)
     except ValueError:
         problem = Problem(error="unknown", detail=body[:200].decode(errors="replace"))
+    if problem.error == GENERATION:
+        return OldGeneration(status, problem.error, problem.detail, problem.current)
     return _BY_STATUS.get(status, Refused)(status, problem.error, problem.detail, problem.current)
 
 

@@ -188,9 +188,10 @@ class PoolClient:
             else:
                 if response.status < 300:
                     return answer
-                if not is_retried(response.status):
-                    raise refusal_of(response.status, answer)
-                reason = f"{method} {self.url}{path}: {refusal_of(response.status, answer)}"
+                refused = refusal_of(response.status, answer)
+                if not is_retried(refused, self.generation):
+                    raise refused
+                reason = f"{method} {self.url}{path}: {refused}"
             await asyncio.sleep(retry.pause_s(reason))
 
     @asynccontextmanager
@@ -223,9 +224,10 @@ class PoolClient:
                     return response
                 async with response:
                     answer = await response.read()
-                if not is_retried(response.status):
-                    raise refusal_of(response.status, answer)
-                reason = f"GET {self.url}{path}: {refusal_of(response.status, answer)}"
+                refused = refusal_of(response.status, answer)
+                if not is_retried(refused, self.generation):
+                    raise refused
+                reason = f"GET {self.url}{path}: {refused}"
             except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
                 reason = f"GET {self.url}{path}: {type(error).__name__} {error}"
             await asyncio.sleep(retry.pause_s(reason))

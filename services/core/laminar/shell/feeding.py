@@ -106,8 +106,8 @@ class Feed:
         self._looked_s = 0.0
         self._said_s = 0.0
 
-    def look(self) -> None:
-        """Takes in what has come back; raises if the receiver is silent."""
+    def look(self, moved_bytes: int = 0) -> None:
+        """Takes in what has come back; raises if the receiver is silent. What the socket took proves nothing."""
         now_s = time.monotonic()
         if now_s - self._looked_s < self.slice_s / 2:
             return

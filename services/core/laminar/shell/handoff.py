@@ -16,6 +16,7 @@ import time
 from types import TracebackType
 from typing import Self
 
+from laminar.shell.memory import prefer_huge_pages
 from laminar.shell.transport import (
     SILENCE_S,
     BadPeer,
@@ -161,6 +162,8 @@ def _map(conn: SocketConn, manifest: Manifest) -> mmap.mmap:
         cannot_shrink = fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
         if os.fstat(fds[0]).st_size < needed_bytes or not cannot_shrink:
             raise BadPeer(Refusal.MALFORMED, f"{conn.peer} passed a descriptor that is no sealed slot")
-        return mmap.mmap(fds[0], needed_bytes, access=mmap.ACCESS_READ)
+        memory = mmap.mmap(fds[0], needed_bytes, access=mmap.ACCESS_READ)
+        prefer_huge_pages(memory)
+        return memory
     finally:
         os.close(fds[0])

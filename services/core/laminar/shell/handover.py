@@ -10,9 +10,11 @@ from enum import StrEnum
 
 from laminar.shell.feeding import Feed
 from laminar.shell.transport import (
+    PROOF_S,
     SILENCE_S,
     BadPeer,
     Conn,
+    Dial,
     Refusal,
     connect,
     prove_as_client,
@@ -58,6 +60,7 @@ def hand_over(
     manifest: Manifest,
     chunks: bytes | bytearray | memoryview,
     deadline_s: float = SILENCE_S,
+    dial: Dial = connect,
 ) -> HandedOver:
     """Sends the buffer that `manifest` describes to the master at `address`, but for the chunks that it has already.
 
@@ -68,7 +71,7 @@ def hand_over(
     buffer = memoryview(chunks).cast("B")
     if len(buffer) != manifest.total_bytes:
         raise ValueError(f"version {manifest.version} has {manifest.total_bytes} bytes, the buffer {len(buffer)}")
-    conn = connect(address, deadline_s)
+    conn = dial(address, deadline_s)
     try:
         _greet(conn, token, job_uid, attempt, manifest.total_bytes, deadline_s)
         feed = Feed(conn, deadline_s)
@@ -94,13 +97,14 @@ def hand_over(
 
 
 def best_chunk_bytes(
-    address: str, token: str, job_uid: str, attempt: int, weights_bytes: int, deadline_s: float = SILENCE_S
-) -> int:
+    address: str, token: str, job_uid: str, attempt: int, weights_bytes: int, deadline_s: float = SILENCE_S,
+    dial: Dial = connect,
+) -> int:  # fmt: skip
     """The chunk size that suits the chain's links, as the master at `address` knows them; 0: it has not measured them.
 
     Asked before a version is cut into chunks; it is never cut anew. Raises PeerLost.
     """
-    conn = connect(address, deadline_s)
+    conn = dial(address, deadline_s)
     try:
         welcome = _greet(conn, token, job_uid, attempt, weights_bytes, deadline_s)
         send_message(conn, Announce(manifest=None), deadline_s)
@@ -110,7 +114,7 @@ def best_chunk_bytes(
 
 
 def _greet(conn: Conn, token: str, job_uid: str, attempt: int, weights_bytes: int, deadline_s: float) -> Welcome:
-    prove_as_client(conn, token, job_uid, PURPOSE)
+    prove_as_client(conn, token, job_uid, PURPOSE, min(PROOF_S, deadline_s))
     hello = Hello(kind=LinkKind.HANDOVER, slot="trainer", attempt=attempt, weights_bytes=weights_bytes)
     send_message(conn, hello, deadline_s)
     return recv_message(conn, Welcome, SMALL_MESSAGE_BYTES, deadline_s)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import zlib
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from laminar.core.evaluation import EvalKey, EvalPoint, EvalSample, EvaluationRound
+from laminar.shell.ledger_migrations import migrate
 from laminar.wire.messages import EngineLoad, EvaluationRow, Event, StepRow
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Raised whenever a table changes; an older program refuses a newer file."""
 FILE_NAME = "ledger.sqlite"
 
@@ -29,23 +31,31 @@ TABLES: dict[str, tuple[str, ...]] = {
         "version INTEGER PRIMARY KEY", "step INT NOT NULL", "parent INT", "attempt INT NOT NULL",
         "state TEXT NOT NULL", "digest TEXT NOT NULL",
     ),
+    # `at_step`: steps that were committed when the row was written last.
     "groups": (
         "pass INT", "prompt INT", "state TEXT NOT NULL", "ready_seq INT NOT NULL", "step INT",
-        "prompt_text TEXT NOT NULL", "answer TEXT NOT NULL", "PRIMARY KEY (pass, prompt)",
+        "prompt_text TEXT NOT NULL", "answer TEXT NOT NULL", "at_step INT NOT NULL DEFAULT 0",
+        "PRIMARY KEY (pass, prompt)",
     ),
     # `slot` is the last one that wrote the sample; it holds it still if `incarnation` is not null. `kept`: its
-    # tokens are stored. `length` is final from `finished` on.
+    # tokens are stored. `length` is final from `finished` on. `tools`: JSON list of [start, length, call], tokens that
+    # are no model's. `lost_lives`: JSON list of [slot, incarnation, died] of lives that ran it when they were lost.
     "samples": (
         "pass INT", "prompt INT", "idx INT", "state TEXT NOT NULL", "term INT NOT NULL", "slot TEXT",
         "incarnation INT", "version INT", "length INT NOT NULL", "kept INT NOT NULL", "finish_reason TEXT NOT NULL",
         "reward REAL NOT NULL", "parts TEXT NOT NULL", "failures INT NOT NULL", "restarts INT NOT NULL",
         "moves INT NOT NULL", "inherent INT", "across_rollback INT NOT NULL", "reason TEXT", "detail TEXT NOT NULL",
-        "leased_wall_s REAL NOT NULL", "finished_wall_s REAL NOT NULL", "PRIMARY KEY (pass, prompt, idx)",
+        "leased_wall_s REAL NOT NULL", "finished_wall_s REAL NOT NULL", "tools TEXT NOT NULL DEFAULT '[]'",
+        "lost_lives TEXT NOT NULL DEFAULT '[]'", "PRIMARY KEY (pass, prompt, idx)",
     ),
+    # In the order of writing, with an index beside it: rows that lie by key would touch a page each.
+    # crc: zlib.crc32 of tokens, then log-probs.
     "segments": (
-        "pass INT", "prompt INT", "idx INT", "start INT", "tokens BLOB NOT NULL", "logprobs BLOB NOT NULL",
-        "PRIMARY KEY (pass, prompt, idx, start)",
+        "pass INT NOT NULL", "prompt INT NOT NULL", "idx INT NOT NULL", "start INT NOT NULL", "tokens BLOB NOT NULL",
+        "logprobs BLOB NOT NULL", "crc INT NOT NULL",
     ),
+    # Samples whose rows are gone, by the step with which they went; reason '': consumed in that step.
+    "ended": ("step INT", "reason TEXT", "number INT NOT NULL", "PRIMARY KEY (step, reason)"),
     # groups: JSON list of "pass/prompt", in the sealed order
     "batches": ("step INTEGER PRIMARY KEY", "groups TEXT NOT NULL", "sealed_wall_s REAL NOT NULL"),
     "steps": ("step INTEGER PRIMARY KEY", "row TEXT NOT NULL"),
@@ -62,8 +72,11 @@ TABLES: dict[str, tuple[str, ...]] = {
     "loads": ("seq INTEGER PRIMARY KEY", "wall_s REAL NOT NULL", "slot TEXT NOT NULL", "version INT",
         "load TEXT NOT NULL"),
 }  # fmt: skip
-WITHOUT_ROWID = frozenset({"members", "groups", "samples", "segments"})
-INDEXES = ("CREATE INDEX IF NOT EXISTS groups_by_step ON groups (step) WHERE step IS NOT NULL",)
+WITHOUT_ROWID = frozenset({"members", "groups", "samples", "ended"})
+INDEXES = (
+    "CREATE INDEX IF NOT EXISTS groups_by_step ON groups (step) WHERE step IS NOT NULL",
+    "CREATE UNIQUE INDEX IF NOT EXISTS segments_by_sample ON segments (pass, prompt, idx, start)",
+)
 
 
 def columns(table: str) -> tuple[str, ...]:
@@ -88,23 +101,54 @@ class LedgerFileError(ValueError):
 def open_ledger(path: Path) -> Generator[sqlite3.Connection]:
     """The ledger of a file, or of a folder that holds it, read-only in one consistent snapshot.
 
-    Works beside a running pool (its newest commits are seen) and after its death. Raises LedgerFileError.
+    Works beside a running pool (its newest commits are seen) and after its death. A file of an older schema is read
+    as a migrated copy in memory. Raises LedgerFileError.
     """
     file = path / FILE_NAME if path.is_dir() else path
     if not file.is_file():
         raise LedgerFileError(f"there is no ledger at {file}")
     connection = _connect(file)
     try:
-        connection.row_factory = sqlite3.Row
         connection.execute("BEGIN")
-        found = read_meta(connection).get("schema", "none")
-        if found != str(SCHEMA_VERSION):
-            raise LedgerFileError(f"{file} has schema {found}; this program reads schema {SCHEMA_VERSION}")
+        found = schema_of(connection)
+        if found > SCHEMA_VERSION:
+            raise LedgerFileError(newer_schema(file, found))
+        if found < SCHEMA_VERSION:
+            connection = _migrated(connection, found)
+        connection.row_factory = sqlite3.Row
+        connection.create_function("crc", 2, crc, deterministic=True)
         yield connection
     except sqlite3.DatabaseError as error:
         raise LedgerFileError(f"{file} cannot be read as a ledger: {error}") from error
     finally:
         connection.close()
+
+
+def schema_of(connection: sqlite3.Connection) -> int:
+    """Of a file that no pool has begun, this program's own."""
+    known = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone()
+    return int(read_meta(connection).get("schema", SCHEMA_VERSION)) if known else SCHEMA_VERSION
+
+
+def newer_schema(file: Path, found: int) -> str:
+    """Why such a file is refused, for people."""
+    return (
+        f"{file} has schema {found}, and this release of Laminar knows schemas up to {SCHEMA_VERSION}: a newer release "
+        "wrote it. Nothing was changed. Use that release, or a newer one, on this run."
+    )
+
+
+def crc(tokens: bytes, logprobs: bytes) -> int:
+    """Of one segment."""
+    return zlib.crc32(logprobs, zlib.crc32(tokens))
+
+
+def _migrated(file: sqlite3.Connection, found: int) -> sqlite3.Connection:
+    copy = sqlite3.connect(":memory:", isolation_level=None)
+    file.backup(copy)
+    file.close()
+    migrate(copy, found, SCHEMA_VERSION)
+    return copy
 
 
 def _connect(file: Path) -> sqlite3.Connection:

@@ -6,9 +6,9 @@ import asyncio
 import secrets
 from collections.abc import Callable
 
-from laminar.shell.calls import Unreachable
+from laminar.shell.calls import OldGeneration, Unreachable
 from laminar.shell.client import PoolClient
-from laminar.wire.messages import Heartbeat, HeartbeatReply, Register, Registered
+from laminar.wire.messages import Heartbeat, HeartbeatReply, Register, Registered, Role
 
 PERIOD_S = 1.0
 """The pool suspects a member after 3 s of silence: two beats may get lost."""
@@ -43,14 +43,22 @@ class Member:
         """Registers as a new incarnation and returns it.
 
         Draws a fresh nonce, then repeats the call with that same nonce until the pool answers, so a lost answer
-        never makes two incarnations. `Register.nonce` of the constructor is not used. Raises Refused; Conflict for
-        a lower attempt; Unreachable after `deadline_s`.
+        never makes two incarnations. `Register.nonce` of the constructor is not used. A newer generation of the pool
+        is followed, except by the trainer: an attempt belongs to one. Raises Refused; Conflict for a lower attempt;
+        Unreachable after `deadline_s`.
         """
         register = self._register.model_copy(update={"nonce": secrets.token_hex(16)})
-        reply = await self._client.post_json("/v1/register", register, Registered, deadline_s=deadline_s)
-        self._incarnation = reply.incarnation
-        self._client.generation = reply.generation
-        return reply.incarnation
+        while True:
+            try:
+                reply = await self._client.post_json("/v1/register", register, Registered, deadline_s=deadline_s)
+            except OldGeneration as error:
+                if register.role is Role.TRAINER or error.current is None:
+                    raise
+                self._client.generation = error.current
+            else:
+                self._incarnation = reply.incarnation
+                self._client.generation = reply.generation
+                return reply.incarnation
 
     async def heartbeat_loop(
         self,

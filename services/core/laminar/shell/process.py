@@ -89,6 +89,11 @@ def descendants(pid: int) -> list[int]:
     return [stat.pid for stat in _descendants(pid) if stat.state not in "ZX"]
 
 
+def stopped_descendants(pid: int) -> list[int]:
+    """Those of `descendants` that are stopped (SIGSTOP) or held by a debugger at this moment."""
+    return [stat.pid for stat in _descendants(pid) if stat.state in "Tt"]
+
+
 def kill_tree(pid: int, deadline_s: float = 5.0) -> None:
     """Kills the process and all its descendants, also stopped ones and those in sessions of their own.
 

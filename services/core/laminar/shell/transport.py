@@ -16,7 +16,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from enum import StrEnum
 from typing import Protocol, TypeVar
@@ -35,6 +35,7 @@ PROOF_S = 5.0
 USER_TIMEOUT_MS = 5_000
 """Unacknowledged data for this long = lost (a silently dropped link; keepalive alone does not see it)."""
 
+_TIMEVAL = struct.Struct("ll")
 _MAGIC = b"LAMINAR1"
 _READY_BYTES = 4096
 _NONCE_BYTES = 32
@@ -94,8 +95,9 @@ class Watch(Protocol):
     slice_s: float
     """A wait is cut into pieces of this length, with a look after each."""
 
-    def look(self) -> None:
-        """Also called between the parts of a long transfer, so it must be cheap. Raises PeerLost to end the wait."""
+    def look(self, moved_bytes: int = 0) -> None:
+        """Also called between the parts of a long transfer, so it must be cheap. `moved_bytes`: since the last look.
+        Raises PeerLost to end the wait."""
         ...
 
 
@@ -135,6 +137,14 @@ class Conn(Protocol):
     def close(self) -> None: ...
 
 
+class Dial(Protocol):
+    """How a connection to host:port is made: `connect`, or another transport's own."""
+
+    def __call__(self, address: str, deadline_s: float, /) -> Conn:
+        """Raises PeerLost if there is none within `deadline_s`."""
+        ...
+
+
 class Listener(Protocol):
     """Where connections arrive; not yet proven."""
 
@@ -153,7 +163,8 @@ class SocketConn:
     def __init__(self, sock: socket.socket, peer: str) -> None:
         self._sock = sock
         self.peer = peer
-        self._timeout_s: float | None = None
+        self._timeouts_s: dict[int, float | None] = {}
+        # The kernel minds the time-outs: with Python's own, every call costs a poll() more and moves less.
         sock.settimeout(None)
         if sock.family != socket.AF_UNIX:
             _tune(sock)
@@ -171,21 +182,50 @@ class SocketConn:
     ) -> None:
         rest = memoryview(view).cast("B")
         flags = socket.MSG_NOSIGNAL | (socket.MSG_MORE if more else 0)
+        slice_s = deadline_s if watch is None else watch.slice_s
+        self._limit(socket.SO_SNDTIMEO, slice_s)
+        waited_s = 0.0
         while rest:
-            rest = rest[self._move(lambda left=rest: self._sock.send(left, flags), "took", deadline_s, watch) :]
+            try:
+                moved = self._sock.send(rest, flags)
+                waited_s = 0.0
+            except BlockingIOError as error:
+                moved, waited_s = 0, waited_s + slice_s
+                if waited_s >= deadline_s:
+                    raise PeerLost(f"{self.peer} took no byte for {deadline_s} s") from error
+            except OSError as error:
+                raise PeerLost(f"{self.peer}: {error}") from error
+            if watch is not None:
+                watch.look(moved)
+            rest = rest[moved:]
 
     def recv_into(self, view: memoryview, deadline_s: float | None, watch: Watch | None = None) -> None:
+        slice_s = deadline_s if watch is None else watch.slice_s
+        self._limit(socket.SO_RCVTIMEO, slice_s)
+        waited_s = 0.0
         while view:
-            received = self._move(lambda left=view: self._sock.recv_into(left), "sent", deadline_s, watch)
-            if received == 0:
-                raise PeerLost(f"{self.peer} closed the connection")
-            view = view[received:]
+            try:
+                moved = self._sock.recv_into(view, 0, socket.MSG_WAITALL)
+                waited_s = 0.0
+            except BlockingIOError as error:
+                assert slice_s is not None, "without a time-out the kernel waits for ever"
+                moved, waited_s = 0, waited_s + slice_s
+                if deadline_s is not None and waited_s >= deadline_s:
+                    raise PeerLost(f"{self.peer} sent no byte for {deadline_s} s") from error
+            except OSError as error:
+                raise PeerLost(f"{self.peer}: {error}") from error
+            else:
+                if moved == 0:
+                    raise PeerLost(f"{self.peer} closed the connection")
+            if watch is not None:
+                watch.look(moved)
+            view = view[moved:]
 
     def recv_ready(self) -> bytes:
         if not self._is_ready(select.POLLIN):
             return b""
         try:
-            came = self._sock.recv(_READY_BYTES)
+            came = self._sock.recv(_READY_BYTES, socket.MSG_DONTWAIT)
         except OSError as error:
             raise PeerLost(f"{self.peer}: {error}") from error
         if not came:
@@ -197,7 +237,7 @@ class SocketConn:
         if not self._is_ready(select.POLLOUT):
             return False
         try:
-            sent = self._sock.send(word, socket.MSG_NOSIGNAL)
+            sent = self._sock.send(word, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
         except OSError as error:
             raise PeerLost(f"{self.peer}: {error}") from error
         if sent < len(word):
@@ -218,24 +258,6 @@ class SocketConn:
         except (OSError, ValueError) as error:
             raise PeerLost(f"{self.peer}: {error}") from error
 
-    def _move(self, move: Callable[[], int], verb: str, deadline_s: float | None, watch: Watch | None) -> int:
-        """One transfer of at least a byte (0 at EOF), in slices if somebody looks around meanwhile."""
-        ends_s = None if deadline_s is None else time.monotonic() + deadline_s
-        self._limit(deadline_s if watch is None else watch.slice_s)
-        while True:
-            try:
-                moved = move()
-            except TimeoutError as error:
-                if watch is None or (ends_s is not None and time.monotonic() >= ends_s):
-                    raise PeerLost(f"{self.peer} {verb} no byte for {deadline_s} s") from error
-                moved = None
-            except OSError as error:
-                raise PeerLost(f"{self.peer}: {error}") from error
-            if watch is not None:
-                watch.look()
-            if moved is not None:
-                return moved
-
     def interrupt(self) -> None:
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
@@ -245,13 +267,17 @@ class SocketConn:
     def close(self) -> None:
         self._sock.close()
 
-    def _limit(self, deadline_s: float | None) -> None:
-        if deadline_s != self._timeout_s:
-            try:
-                self._sock.settimeout(deadline_s)
-            except OSError as error:
-                raise PeerLost(f"{self.peer}: {error}") from error
-            self._timeout_s = deadline_s
+    def _limit(self, option: int, timeout_s: float | None) -> None:
+        """Of one direction: SO_RCVTIMEO or SO_SNDTIMEO."""
+        if timeout_s == self._timeouts_s.get(option):
+            return
+        # Zero means for ever to the kernel.
+        timeout_us = 0 if timeout_s is None else max(1, round(timeout_s * 1e6))
+        try:
+            self._sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(*divmod(timeout_us, 1_000_000)))
+        except OSError as error:
+            raise PeerLost(f"{self.peer}: {error}") from error
+        self._timeouts_s[option] = timeout_s
 
 
 class SocketListener:

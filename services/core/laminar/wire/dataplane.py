@@ -10,12 +10,17 @@ from enum import StrEnum
 
 import msgspec
 
+from laminar.core.decisions import Outcome as Outcome
+from laminar.core.samples import ToolSpan as ToolSpan
+
 
 class Struct(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Base: frozen, unknown fields ignored, defaults left out on the wire."""
 
 
 class SegmentKind(StrEnum):
+    """Whose tokens these are. A tool's are part of the context, never of the loss."""
+
     MODEL = "model"
     TOOL = "tool"
 
@@ -28,12 +33,14 @@ class SampleGrant(Struct, frozen=True, kw_only=True):
     term: int
     seed: int
     max_new_tokens: int
-    """Budget of the whole response, the tokens already there included."""
+    """Budget of the whole response, the tokens already there and those of tools included."""
     greedy: bool = False
     tokens: bytes = b""
     logprobs: bytes = b""
     finish_reason: str = ""
     """Not empty: generation has ended ("stop" or "length"); only grading is left."""
+    tools: list[ToolSpan] = []
+    """Which of `tokens` are results of tools."""
 
 
 class GroupGrant(Struct, frozen=True, kw_only=True):
@@ -76,7 +83,8 @@ class LeaseReply(Struct, frozen=True, kw_only=True):
 
 
 class AppendItem(Struct, frozen=True, kw_only=True):
-    """Tokens `[offset, offset + n)` of a response. An overlap with durable tokens must be equal; a gap is refused."""
+    """Tokens `[offset, offset + n)` of a response, all of one kind. An overlap with durable tokens must be equal; a gap
+    is refused. Tokens of tools have no log-probs: zeros stand in for them."""
 
     id: str
     term: int
@@ -84,10 +92,13 @@ class AppendItem(Struct, frozen=True, kw_only=True):
     tokens: bytes
     logprobs: bytes
     kind: SegmentKind = SegmentKind.MODEL
+    call: int = 0
+    """TOOL: number of the call in this response, from 0 on."""
 
 
 class FinishItem(Struct, frozen=True, kw_only=True):
-    """Generation ended at `length` tokens. reason: stop | length | error (an infrastructure failure, retried)."""
+    """Generation ended at `length` tokens. reason: stop | length | error (an infrastructure failure, retried) |
+    declined (the replica has other weights; the sample goes on elsewhere, nothing failed)."""
 
     id: str
     term: int
@@ -117,20 +128,9 @@ class ProgressCall(Struct, frozen=True, kw_only=True):
     grades: list[GradeItem] = []
 
 
-class Verdict(StrEnum):
-    OK = "ok"
-    SUPERSEDED = "superseded"
-    """Another term holds this sample, or it has ended: stop generating it."""
-    GAP = "gap"
-    """Send again from `durable`."""
-    MISMATCH = "mismatch"
-    """An overlap differs from what is durable; the sample restarts elsewhere."""
-    UNKNOWN = "unknown"
-
-
 class ItemReply(Struct, frozen=True, kw_only=True):
     id: str
-    verdict: Verdict
+    verdict: Outcome
     durable: int = 0
 
 
@@ -148,7 +148,6 @@ class CommandKind(StrEnum):
     """Stop these sample ids (terms in `terms`): they moved or are not needed."""
     FENCE = "fence"
     """You are superseded: kill the engine and register anew."""
-    STOP = "stop"
     PING = "ping"
 
 
@@ -172,6 +171,8 @@ class BatchSample(Struct, frozen=True, kw_only=True):
     finish_reason: str
     versions: bytes = b""
     """Per-token versions (int32) for schedules that mix; empty: `version` for all."""
+    tools: list[ToolSpan] = []
+    """Tokens that are results of tools: in the context, out of loss and denominator."""
 
 
 class BatchGroup(Struct, frozen=True, kw_only=True):

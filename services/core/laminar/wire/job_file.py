@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,6 @@ from pydantic import ValidationError
 from laminar.wire.job_problems import path_text, schema_at, sentence, shown, unknown_field
 from laminar.wire.job_yaml import MAX_BYTES, Document, Place, YamlError, is_list, is_section, parse, parse_value
 from laminar.wire.spec import API_VERSION, KIND, LaminarJob
-
-FILE = "file:"
-RECIPE = "recipe://"
 
 _TOP = ("spec", "metadata", "apiVersion", "kind")
 _NAMED = re.compile(r"(?P<list>[^\[\]]+)\[(?P<name>[^\[\]]+)\]")
@@ -184,63 +181,6 @@ def _entry(entries: list[Any], name: str) -> int | None:
 def _entries(entries: list[Any]) -> str:
     names = [str(entry["name"]) for entry in entries if is_section(entry) and "name" in entry]
     return ", ".join(names) if names else f"{len(entries)} entries, counted from 0"
-
-
-def recipes_of(job: LaminarJob) -> list[str]:
-    """Names of the recipes that the job's sources use (`recipe://NAME`), each once, in order of appearance."""
-    sources = [job.spec.model.source, job.spec.data.train.source, *(item.source for item in job.spec.evaluations)]
-    return list(dict.fromkeys(source.removeprefix(RECIPE) for source in sources if source.startswith(RECIPE)))
-
-
-def resolve(job: LaminarJob, base_folder: Path, recipe_paths: Mapping[str, Path]) -> LaminarJob:
-    """The job with every source as `file:/absolute` and every reward function as `/absolute/file.py:name`.
-
-    Relative paths count from `base_folder` (the job file's; must be absolute); recipes are looked up in
-    `recipe_paths` by name. Looks at no file: whether a path is there is checked by who opens it. Raises
-    JobFileError for a recipe that is not in `recipe_paths`.
-    """
-    assert base_folder.is_absolute(), f"base_folder {base_folder} must be absolute"
-    unknown = [name for name in recipes_of(job) if name not in recipe_paths]
-    if unknown:
-        known = ", ".join(sorted(recipe_paths))
-        raise JobFileError(f"There is no recipe '{name}'; there are: {known}." for name in unknown)
-
-    def absolute(path: str) -> str:
-        return str(Path(_normal(base_folder / path)))
-
-    def source(text: str) -> str:
-        if text.startswith(RECIPE):
-            return f"{FILE}{_normal(recipe_paths[text.removeprefix(RECIPE)])}"
-        return FILE + absolute(text.removeprefix(FILE))
-
-    spec = job.spec
-    model = spec.model.model_copy(update={"source": source(spec.model.source)})
-    train = spec.data.train.model_copy(update={"source": source(spec.data.train.source)})
-    evaluations = [item.model_copy(update={"source": source(item.source)}) for item in spec.evaluations]
-    rewards = [
-        item if item.function is None else item.model_copy(update={"function": _function(item.function, absolute)})
-        for item in spec.rewards
-    ]
-    data = spec.data.model_copy(update={"train": train})
-    changes = {"model": model, "data": data, "evaluations": evaluations, "rewards": rewards}
-    resolved = job.model_copy(update={"spec": spec.model_copy(update=changes)})
-    return LaminarJob.model_validate_json(resolved.model_dump_json())
-
-
-def _normal(path: Path) -> str:
-    """Without `.` and `..`, links left as they are."""
-    parts: list[str] = []
-    for part in path.parts:
-        if part == ".." and len(parts) > 1:
-            parts.pop()
-        elif part not in (".", ".."):
-            parts.append(part)
-    return str(Path(*parts))
-
-
-def _function(text: str, absolute: Callable[[str], str]) -> str:
-    file, _, name = text.rpartition(":")
-    return f"{absolute(file)}:{name}"
 
 
 def job_digest(job: LaminarJob) -> str:

@@ -142,6 +142,10 @@ def chunk_hash(chunk: bytes | memoryview) -> bytes:
     return xxhash.xxh3_128_digest(chunk)
 
 
+ChunkHash = xxhash.xxh3_128
+"""`chunk_hash` of a chunk that comes in parts: `update` each, then `digest`."""
+
+
 def digest_of(chunk_hashes: Iterable[bytes], tensors: Sequence[TensorEntry]) -> str:
     """The version's digest: xxh3-128 over the chunk hashes in order and what the tensors are called and look like."""
     state = xxhash.xxh3_128()
@@ -157,7 +161,12 @@ def verify_chunk(manifest: Manifest, index: int, chunk: bytes | memoryview) -> N
     start, end = manifest.chunk_range(index)
     if len(chunk) != end - start:
         raise ManifestError(f"chunk {index} of version {manifest.version} has {len(chunk)} bytes, not {end - start}")
-    if chunk_hash(chunk) != manifest.chunk_hashes[index]:
+    verify_hash(manifest, index, chunk_hash(chunk))
+
+
+def verify_hash(manifest: Manifest, index: int, found: bytes) -> None:
+    """Raises ManifestError unless `found` is the announced hash of chunk `index`."""
+    if found != manifest.chunk_hashes[index]:
         raise ManifestError(f"chunk {index} of version {manifest.version} does not have the announced hash")
 
 

@@ -355,6 +355,10 @@ class LedgerCounts(Message):
     restarted_samples: int = 0
     restarted_tokens: int = 0
     moved_samples: int = 0
+    parked_samples: int = Field(default=0, description="kept partial responses until a replica had their version")
+    poisoned_samples: int = Field(default=0, description="set aside because replicas died while they ran; in `failed`")
+    filtered_groups: int = Field(default=0, description="groups of equal rewards that dynamic sampling dropped")
+    repeated: int = Field(default=0, description="writes that said again what was known, answered as the first")
     refused: dict[str, int] = {}
 
 

@@ -11,10 +11,11 @@ import math
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
-from pydantic.alias_generators import to_camel
+from pydantic import Field, field_validator, model_validator
 
 from laminar.wire.links import HandOff
+from laminar.wire.spec_emulation import EmulatedEngine, EmulatedTrainer, Emulation
+from laminar.wire.spec_model import SpecModel
 
 API_VERSION = "laminar.dev/v1alpha1"
 KIND = "LaminarJob"
@@ -25,12 +26,6 @@ Source = Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^(file:|r
 """Where a model or data set comes from: `file:PATH` (relative to the job file) or `recipe://NAME` (made and cached)."""
 FieldPath = Annotated[str, Field(min_length=1, max_length=256)]
 """A column of the data file; dots go into nested columns (`reward_model.ground_truth`)."""
-
-
-class SpecModel(BaseModel):
-    """Frozen, camelCase in files, refuses unknown fields."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, alias_generator=to_camel, populate_by_name=True)
 
 
 class Model(SpecModel):
@@ -137,6 +132,16 @@ class Clip(SpecModel):
     )
 
 
+class DynamicSampling(SpecModel):
+    """Presence turns it on (as in DAPO): groups of equal rewards are dropped, and other prompts take their place."""
+
+    max_refills: int = Field(
+        default=4, ge=1, le=1000,
+        description="At most this many times promptsPerStep groups are dropped for one step; then such groups are "
+        "kept, and stay out of the loss.",
+    )  # fmt: skip
+
+
 class LossType(StrEnum):
     GRPO = "grpo"
 
@@ -150,6 +155,11 @@ class Algorithm(SpecModel):
     mini_batch_trajectories: int | None = Field(
         default=None, ge=1, le=1_000_000, description="Trajectories of one optimizer update; unset: one update a step."
     )
+    dynamic_sampling: DynamicSampling | None = Field(
+        default=None,
+        description="Present, as in {}: groups whose graded responses all have the same reward are dropped and counted "
+        "as filtered, and other prompts take their place.",
+    )  # fmt: skip
     clip: Clip = Field(default=Clip(), description="Range in which a token's probability ratio counts.")
     learning_rate: float = Field(
         default=1.0e-6, gt=0, le=1, description="Of AdamW; reached over the first 5 steps, constant afterwards."
@@ -181,10 +191,21 @@ class Checkpoint(SpecModel):
     keep: int = Field(default=3, ge=1, le=1000, description="Newest checkpoints kept; older ones are removed.")
 
 
+class TrainerType(StrEnum):
+    TORCH = "torch"
+    EMULATED = "emulated"
+
+
 class Trainer(SpecModel):
+    type: TrainerType = Field(
+        default=TrainerType.TORCH,
+        description="torch: trains. emulated: takes, commits and publishes as one, and waits as long as the emulated "
+        "GPUs would take; nothing is learned.",
+    )  # fmt: skip
+    emulated: EmulatedTrainer | None = Field(default=None, description="How long a step takes. For type emulated.")
     replicas: int = Field(default=1, ge=1, le=4096, description="Ranks (embedded), or pods (cluster).")
     gpus_per_replica: int = Field(
-        default=0, ge=0, le=16, description="GPUs of one rank. The local driver trains on the CPU and ignores it."
+        default=0, ge=0, le=16, description="GPUs of one rank; the local driver uses the number for type emulated only."
     )
     checkpoint: Checkpoint = Field(default=Checkpoint(), description="When to save, and how much to keep.")
     backoff_limit: int = Field(
@@ -194,23 +215,35 @@ class Trainer(SpecModel):
 
 class EngineType(StrEnum):
     TORCH = "torch"
+    EMULATED = "emulated"
 
 
 class Engine(SpecModel):
     type: EngineType = Field(
-        default=EngineType.TORCH, description="torch: transformers with a plain KV cache, on the CPU."
-    )
+        default=EngineType.TORCH,
+        description="torch: transformers with a plain KV cache, on the CPU. emulated: no model, random tokens at the "
+        "pace of the emulated GPUs.",
+    )  # fmt: skip
+    emulated: EmulatedEngine | None = Field(default=None, description="What the pace rests on. For type emulated.")
     max_running: int = Field(default=64, ge=1, le=4096, description="Trajectories that one engine decodes together.")
 
 
 class Rollout(SpecModel):
     replicas: int = Field(default=2, ge=1, le=4096, description="Rollout replicas; each has one engine.")
     gpus_per_replica: int = Field(
-        default=0, ge=0, le=16, description="GPUs of one replica. The local driver generates on the CPU and ignores it."
+        default=0,
+        ge=0,
+        le=16,
+        description="GPUs of one replica; the local driver uses the number for type emulated only.",
     )
     prompts_per_lease: int | None = Field(
         default=None, ge=1, le=65_536, description="Groups of one lease; unset: promptsPerStep / replicas, rounded up."
     )
+    stall_seconds: float = Field(
+        default=60.0, ge=5, le=3600,
+        description="A replica that has responses to generate and no token for so long gets a new engine; its "
+        "responses go on elsewhere.",
+    )  # fmt: skip
     engine: Engine = Field(default=Engine(), description="What generates the responses.")
 
 
@@ -259,6 +292,9 @@ class JobSpec(SpecModel):
     trainer: Trainer = Field(default=Trainer(), description="The processes that train.")
     rollout: Rollout = Field(default=Rollout(), description="The processes that generate and grade.")
     relay: Relay = Field(default=Relay(), description="The processes that carry weights to the rollouts.")
+    emulation: Emulation | None = Field(
+        default=None, description="What engines and trainers of type emulated stand for. For them only."
+    )
     loggers: Loggers = Field(default=Loggers(), description="Records beside RUN/metrics.jsonl.")
 
     @field_validator("evaluations", "rewards")
@@ -275,6 +311,22 @@ class JobSpec(SpecModel):
         mini = self.algorithm.mini_batch_trajectories
         if mini is not None and mini < self.algorithm.samples_per_prompt:
             raise ValueError("algorithm.miniBatchTrajectories must hold at least one group (samplesPerPrompt)")
+        return self
+
+    @model_validator(mode="after")
+    def _emulated_parts(self) -> JobSpec:
+        engine, trainer = self.rollout.engine, self.trainer
+        parts = {
+            "rollout.engine": (engine.type is EngineType.EMULATED, engine.emulated, self.rollout.gpus_per_replica),
+            "trainer": (trainer.type is TrainerType.EMULATED, trainer.emulated, trainer.gpus_per_replica),
+        }
+        for path, (emulated, section, num_gpus) in parts.items():
+            if emulated != (section is not None):
+                raise ValueError(f"'{path}.emulated' belongs to {path}.type emulated, and only to it")
+            if emulated and not num_gpus:
+                raise ValueError(f"{path}.type emulated needs gpusPerReplica of at least 1: the GPUs to emulate")
+        if any(emulated for emulated, _, _ in parts.values()) != (self.emulation is not None):
+            raise ValueError("'emulation' belongs to jobs with an engine or trainer of type emulated, and only to them")
         return self
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -13,14 +14,15 @@ from laminar.core.reconcile import EXIT_BAD_INPUT
 from laminar.pool.app import add_routes
 from laminar.pool.books import Books, JobIdentity
 from laminar.pool.data import DataError
+from laminar.pool.generation import found_generation
 from laminar.pool.members import TICK_S
 from laminar.pool.pool import Pool
 from laminar.pool.prompts import load_prompts
-from laminar.pool.restore import Stored, read_all
+from laminar.pool.restore import Stored
 from laminar.pool.rows import meta
 from laminar.pool.signals import Clock
 from laminar.pool.status import BooksCollector
-from laminar.pool.store import SqliteStore, StoreError, StoreUnavailable
+from laminar.pool.store import Owner, SqliteStore, StoreError, StoreUnavailable
 from laminar.pool.tokenize import TokenizerError
 from laminar.shell.service import Service, start
 from laminar.shell.settings import Common, env_path
@@ -34,32 +36,43 @@ async def main(common: Common) -> int:
     """Serves until SIGTERM; what was acknowledged is in the store, whatever ends the process."""
     job = common.load_job()
     try:
-        store = SqliteStore(env_path("LAMINAR_STORE"), common.job_uid, common.generation)
+        store = open_store(common)
     except StoreUnavailable as error:
         return _say(error, EXIT_AGAIN)
     except StoreError as error:
         return _say(error, EXIT_BAD_INPUT)
     try:
-        stored = await store.read(read_all)
+        stored = await store.load()
         clock = Clock()
         # Chat templates may ask for the date: a restarted pool must make the same prompts.
         began = datetime.fromtimestamp(float(stored.meta.get("started_wall_s", clock.wall_s())))
         prompts = load_prompts(job, began)
         _check_data(stored, prompts.digest, job.spec.data.train.source)
         books = Books(JobIdentity(job, common.job_uid, common.generation), prompts, store, stored, clock)
-        books.write(meta("data_digest", prompts.digest))
+        books.journal.write(meta("data_digest", prompts.digest))
         return await _serve(common, books, store, stored)
-    except (DataError, TokenizerError) as error:
+    except (StoreError, DataError, TokenizerError) as error:
         return _say(error, EXIT_BAD_INPUT)
     finally:
         store.close()
+
+
+def open_store(common: Common) -> SqliteStore:
+    """The ledger in LAMINAR_STORE; of a new generation, begun from the checkpoint folder in LAMINAR_CHECKPOINT, if any.
+
+    Raises StoreError, StoreUnavailable.
+    """
+    folder, owner = env_path("LAMINAR_STORE"), Owner(common.job_uid, common.generation)
+    origin = os.environ.get("LAMINAR_CHECKPOINT")
+    found_generation(folder, owner, Path(origin) if origin else None)
+    return SqliteStore(folder, owner)
 
 
 async def _serve(common: Common, books: Books, store: SqliteStore, stored: Stored) -> int:
     service = Service(common, title="pool", version="0.1.0", body_limit_bytes=256 * 2**20)
     pool = Pool(books, stored)
     pool.stopping = service.stopping.is_set
-    books.on_store_failure = service.fail
+    books.journal.on_failure = service.fail
     latency = Histogram(
         "laminar_commit_seconds", "One transaction of the store", buckets=COMMIT_BUCKETS_S, registry=service.registry
     )
@@ -75,7 +88,7 @@ async def _tick(service: Service, pool: Pool) -> None:
     while not service.stopping.is_set():
         service.progress("tick")
         pool.tick()
-        condition = pool.books.store.condition
+        condition = pool.books.journal.store.condition
         service.set_ready(condition is None, ": ".join(condition) if condition else "")
         try:
             async with asyncio.timeout(TICK_S):
@@ -83,7 +96,7 @@ async def _tick(service: Service, pool: Pool) -> None:
         except TimeoutError:
             continue
     await service.drained.wait()
-    pool.books.submit()
+    pool.books.journal.submit()
 
 
 def _check_data(stored: Stored, digest: str, source: str) -> None:

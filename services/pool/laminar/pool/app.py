@@ -80,7 +80,7 @@ def _member_routes(service: Service, pool: Pool) -> None:
 
     @router.post("/register")
     async def register(body: Register) -> Registered:
-        pool.books.admit()
+        pool.books.journal.admit()
         return await pool.join(body)
 
     @router.post("/heartbeat")
@@ -93,15 +93,15 @@ def _member_routes(service: Service, pool: Pool) -> None:
 
     @router.post("/fence")
     async def fence(body: Fence) -> Ack:
-        pool.books.admit()
+        pool.books.journal.admit()
         await pool.fence(body)
         return Ack()
 
     @router.post("/epoch")
     async def epoch(body: ChainEpoch) -> Ack:
-        pool.books.admit()
+        pool.books.journal.admit()
         pool.training.new_chain(body)
-        await pool.books.commit()
+        await pool.books.journal.commit()
         return Ack()
 
     _ = register, heartbeat, members_stream, fence, epoch
@@ -121,29 +121,29 @@ def _rollout_routes(service: Service, pool: Pool) -> None:
         pool.member(call.slot, call.incarnation)
 
         def decide() -> LeaseReply | None:
-            if books.store.condition is not None:
+            if books.journal.store.condition is not None:
                 return None
             return pool.rollouts.lease(call, pool.member(call.slot, call.incarnation))
 
         reply = await _poll(service, decide, books.news.leases, call.wait_s, request)
-        await books.commit()
+        await books.journal.commit()
         return MsgpackResponse(reply or LeaseReply(kind=LeaseKind.WAIT))
 
     @router.post("/progress")
     async def progress(request: Request) -> Response:
         call = await msgpack_body(request, ProgressCall, MAX_PROGRESS_BYTES)
         member = pool.member(call.slot, call.incarnation)
-        books.admit()
+        books.journal.admit()
         reply = pool.rollouts.progress(call, member)
-        await books.commit()
+        await books.journal.commit()
         return MsgpackResponse(reply)
 
     @router.post("/relay/complete")
     async def relay_complete(body: VersionComplete) -> Ack:
         pool.member(body.slot, body.incarnation)
-        books.admit()
+        books.journal.admit()
         pool.training.complete(body)
-        await books.commit()
+        await books.journal.commit()
         return Ack()
 
     _ = commands, lease, progress, relay_complete
@@ -154,9 +154,9 @@ def _version_routes(service: Service, pool: Pool) -> None:
 
     @router.post("/trainer/reserve")
     async def reserve(body: ReserveVersion) -> ReservedVersion:
-        books.admit()
+        books.journal.admit()
         reply = training.reserve(body)
-        await books.commit()
+        await books.journal.commit()
         return reply
 
     @router.get("/trainer/publication/{version}")
@@ -167,7 +167,7 @@ def _version_routes(service: Service, pool: Pool) -> None:
         if wait_s > 0:
             known = view.epoch if epoch is None else epoch
             await service.wait(pool.visible(version, attempt, known), min(wait_s, MAX_WAIT_S), request)
-        await books.commit()
+        await books.journal.commit()
         return training.publication(version, attempt)
 
     _ = reserve, publication
@@ -182,7 +182,7 @@ def _trainer_routes(service: Service, pool: Pool) -> None:
 
     @router.post("/trainer/begin")
     async def begin(body: BeginAttempt) -> BeginAttemptReply:
-        books.admit()
+        books.journal.admit()
         return await training.begin(body)
 
     @router.post("/trainer/take")
@@ -190,20 +190,20 @@ def _trainer_routes(service: Service, pool: Pool) -> None:
         training.fence(body.attempt)
 
         def decide() -> TakeReply | None:
-            return None if books.store.condition is not None else training.take(body)
+            return None if books.journal.store.condition is not None else training.take(body)
 
         reply = await _poll(service, decide, books.news.batches, body.wait_s, request)
-        await books.commit()
+        await books.journal.commit()
         return reply or TakeReply(status=TakeStatus.WAIT)
 
     @router.get("/trainer/slice")
     async def slice_(attempt: int, step: int, rank: int, world: int) -> Response:
-        await books.commit()
+        await books.journal.commit()
         return MsgpackResponse(training.slice(attempt, step, rank, world))
 
     @router.post("/trainer/commit")
     async def commit(body: CommitStep) -> Ack:
-        books.admit()
+        books.journal.admit()
         await training.commit_step(body)
         return Ack()
 
@@ -215,17 +215,17 @@ def _checkpoint_routes(service: Service, pool: Pool) -> None:
 
     @router.get("/trainer/ledger")
     async def ledger(attempt: int, step: int) -> Response:
-        return Response(training.ledger_snapshot(attempt, step), media_type=MSGPACK)
+        return Response(await training.ledger_snapshot(attempt, step), media_type="application/octet-stream")
 
     @router.post("/trainer/checkpoint")
     async def checkpoint(body: CheckpointDurable) -> CheckpointDurableReply:
-        books.admit()
+        books.journal.admit()
         return await training.checkpoint_durable(body)
 
     @router.post("/trainer/checkpoint_failed")
     async def checkpoint_failed(body: CheckpointFailed) -> Ack:
         training.checkpoint_failed(body)
-        await books.commit()
+        await books.journal.commit()
         return Ack()
 
     _ = ledger, checkpoint, checkpoint_failed
@@ -240,11 +240,11 @@ def _people_routes(service: Service, pool: Pool) -> None:
 
     @router.get("/events")
     async def events(after: int = 0, limit: int = 100) -> list[Event]:
-        return [event for event in books.events if event.seq > after][: min(max(0, limit), MAX_EVENTS)]
+        return [event for event in books.journal.events if event.seq > after][: min(max(0, limit), MAX_EVENTS)]
 
     @router.get("/steps")
     async def steps(after: int = 0) -> list[StepRow]:
-        return [row for step, row in books.steps.items() if step > after][:MAX_STEPS]
+        return [row for step, row in books.trained.steps.items() if step > after][:MAX_STEPS]
 
     @router.post("/stop")
     async def stop(body: StopRequest) -> Ack:

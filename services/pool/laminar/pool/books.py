@@ -1,46 +1,30 @@
-"""The pool's books: every state machine of one job, and the one way in which what they decide becomes durable.
+"""The pool's books: every state machine of one job, and where the job stands by them.
 
-    handler:  decide on core objects (no await)  ->  await books.commit()  ->  answer
-
-`commit` turns what changed into rows in the same turn of the loop in which it was decided, so rows are written in the
-order of the decisions. Commands to replicas leave only after the rows that they speak of are durable.
+`journal` makes durable what they decide; `trained` is the record of training.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections import deque
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from laminar.core.checkpoints import CheckpointRegister, CheckpointRow
+from laminar.core.decisions import Changes, LedgerPlan
 from laminar.core.evaluation import EvalPoint, EvalSample, EvaluationRound
-from laminar.core.ledger import Changes, Ledger, LedgerPlan
-from laminar.core.samples import Group, SealedBatch
+from laminar.core.ledger import Ledger
+from laminar.core.samples import Group
 from laminar.core.schedule import make_schedule
 from laminar.core.versions import VersionRegister, VersionRow
 from laminar.pool import rows
+from laminar.pool.generation import FIRST_INCARNATION, FIRST_VERSION
+from laminar.pool.journal import Journal
 from laminar.pool.members import Members
 from laminar.pool.prompts import PromptBook
 from laminar.pool.restore import Stored
 from laminar.pool.rows import Op
 from laminar.pool.signals import Clock, Signal
 from laminar.pool.store import Store
-from laminar.shell.answers import Refusal
-from laminar.shell.logs import fields
-from laminar.wire.dataplane import Command
-from laminar.wire.messages import ChainEpoch, Event, PoolPhase, Role, StepRow
+from laminar.pool.trained import Trained
+from laminar.wire.messages import ChainEpoch, PoolPhase, Role
 from laminar.wire.spec import LaminarJob
-
-log = logging.getLogger(__name__)
-
-COMMIT_LIMIT_S = 5.0
-"""A caller that waits longer for the disk is told to call again; its rows stay in the store's queue."""
-STORE_BUSY = ("StoreBusy", "the ledger's disk is slow; call again")
-EVENTS_IN_MEMORY = 2000
-EVENTS_STORED = 5000
-KEPT, REMOVABLE = "kept", "removable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,61 +45,44 @@ class News:
 
 
 class Books:
-    """Invariant: in memory = in the store + what `commit` has submitted + what it will submit next."""
+    """Invariant: in memory = in the store + what the journal has submitted + what it will submit next."""
 
     def __init__(self, identity: JobIdentity, prompts: PromptBook, store: Store, stored: Stored, clock: Clock) -> None:
-        self.identity, self.spec, self.prompts = identity, identity.job.spec, prompts
-        self.store, self.clock = store, clock
-        self.register = VersionRegister(stored.versions)
+        self.identity, self.spec, self.prompts, self.clock = identity, identity.job.spec, prompts, clock
+        first_incarnation = int(stored.meta.get(FIRST_INCARNATION, 1))
+        self.members = Members(stored.members, clock.monotonic_s(), first_incarnation)
+        self.journal = Journal(store, clock, stored.events, self._collect, self.members.deliver)
+        self.trained = Trained(stored, self.spec.trainer.checkpoint.keep, self.journal, clock)
+        self.register = VersionRegister(stored.versions, int(stored.meta.get(FIRST_VERSION, 0)))
         self.ledger = Ledger(_plan(identity.job, prompts), make_schedule(self.spec.schedule.type.value), self.register)
         self.ledger.restore(stored.groups, stored.batches, stored.counters, stored.position, stored.committed_step)
-        kept = [row for row, state in stored.checkpoints if state == KEPT]
-        self.checkpoints = CheckpointRegister(self.spec.trainer.checkpoint.keep, kept)
-        self.removable = [row for row, state in stored.checkpoints if state == REMOVABLE]
-        self.members = Members(stored.members, clock.monotonic_s())
         self.rounds = dict(stored.rounds)
-        self.steps = {row.step: row for row in stored.steps}
-        self.events = deque(stored.events, maxlen=EVENTS_IN_MEMORY)
-        self.event_seq = self.events[-1].seq if self.events else 0
-        self.attempt = int(stored.meta.get("attempt", 0))
-        self.restored_step = int(stored.meta.get("restored_step", 0))
-        self.pruned_step = int(stored.meta.get("pruned_step", 0))
-        """Responses of steps 2 to this one are gone."""
         self.chain = ChainEpoch.model_validate_json(stored.meta.get("chain", '{"epoch": 0, "members": []}'))
-        self.started_wall_s = float(stored.meta.get("started_wall_s", clock.wall_s()))
         first = stored.meta.get("first_lease_wall_s")
         self.first_lease_wall_s = float(first) if first else None
         self.conditions: dict[str, str] = {}
         self.failed_reason = ""
         self.stop_reason: str | None = None
-        self.taken_step = 0
-        """The batch that the present attempt has taken and not committed; 0: none."""
         self.news = News(Signal(), Signal(), Signal(), Signal())
-        self.on_store_failure: Callable[[BaseException], None] = _raise
         self._plans = prompts.plans(identity.job)
         self._rounds_done = {point for point, round_ in self.rounds.items() if round_.done}
-        self._ops: list[Op] = []
-        self._commands: list[tuple[str, Command]] = []
-        self._last: asyncio.Future[None] | None = None
         self._phase = PoolPhase.STARTING
         if "started_wall_s" not in stored.meta:
-            self.write(rows.meta("started_wall_s", self.started_wall_s))
-            self.write(*rows.totals(self.ledger.counters, self.ledger.stream_position, self.ledger.committed_step))
-            if prompts.skipped:
-                skipped = ", ".join(f"{number} {reason}" for reason, number in sorted(prompts.skipped.items()))
-                self.event("data", f"prompts left out: {skipped}")
+            self._begin()
         self.advance()
+
+    def _begin(self) -> None:
+        """The first life of the job's first pool."""
+        self.journal.write(rows.meta("started_wall_s", self.clock.wall_s()), *self.totals())
+        if self.prompts.skipped:
+            skipped = ", ".join(f"{number} {reason}" for reason, number in sorted(self.prompts.skipped.items()))
+            self.journal.event("data", f"prompts left out: {skipped}")
 
     # --- where the job stands -----------------------------------------------------------------------------------
 
     @property
     def phase(self) -> PoolPhase:
         return self._phase
-
-    @property
-    def durable_step(self) -> int | None:
-        """Step of the newest registered checkpoint."""
-        return self.checkpoints.kept[-1].step if self.checkpoints.kept else None
 
     @property
     def num_relays(self) -> int:
@@ -158,7 +125,7 @@ class Books:
                 self.restart_round(point, newest.version)
         if phase is not self._phase:
             before, self._phase = self._phase, phase
-            self.event("phase", f"{before.value} -> {phase.value}")
+            self.journal.event("phase", f"{before.value} -> {phase.value}")
             self.news.leases.notify()
             self.news.batches.notify()
             self.news.members.notify()
@@ -166,11 +133,11 @@ class Books:
     def _next_phase(self) -> PoolPhase:
         if self.failed_reason:
             return PoolPhase.FAILED
-        newest, ledger = self.register.newest, self.ledger
+        newest, ledger, durable_step = self.register.newest, self.ledger, self.trained.durable_step or 0
         ended = ledger.finished and newest is not None and newest.step >= ledger.plan.steps
-        if ended and self.round_done(EvalPoint.LAST) and (self.durable_step or 0) >= ledger.plan.steps:
+        if ended and self.round_done(EvalPoint.LAST) and durable_step >= ledger.plan.steps:
             return PoolPhase.COMPLETE
-        if self.stop_reason is not None and not self.taken_step and (self.durable_step or 0) >= ledger.committed_step:
+        if self.stop_reason is not None and not self.trained.taken_step and durable_step >= ledger.committed_step:
             return PoolPhase.STOPPED
         if newest is None:
             return PoolPhase.STARTING
@@ -190,62 +157,13 @@ class Books:
         ]
         self.rounds[point] = EvaluationRound.restore(point, version, samples)
         self._rounds_done.discard(point)
-        self._ops.append(rows.round_(self.rounds[point]))
-        self._ops.extend(rows.eval_sample(sample) for sample in samples)
+        self.journal.write(rows.round_(self.rounds[point]), *(rows.eval_sample(sample) for sample in samples))
 
     # --- writing ------------------------------------------------------------------------------------------------
 
-    def admit(self) -> None:
-        """Raises a 503 while nothing can be written, so that what waits for the disk stays bounded."""
-        if self.store.condition is not None:
-            raise Refusal(503, *self.store.condition)
-
-    def event(self, kind: str, text: str) -> None:
-        """Something people want to know."""
-        self.event_seq += 1
-        event = Event(seq=self.event_seq, wall_s=self.clock.wall_s(), kind=kind, text=text)
-        self.events.append(event)
-        self._ops.append(rows.event(event))
-        if self.event_seq % 500 == 0:
-            self._ops.append(rows.DeleteBelow("events", self.event_seq - EVENTS_STORED))
-        log.info(text, extra=fields(event=kind))
-
-    def write(self, *ops: Op) -> None:
-        """Rows that no state machine names; they go with the next commit."""
-        self._ops.extend(ops)
-
-    def command(self, slot: str, command: Command) -> None:
-        """Leaves once the next commit is durable."""
-        self._commands.append((slot, command))
-
-    def submit(self) -> asyncio.Future[None] | None:
-        """Everything decided so far goes to the store, in order. Done when durable; None: it is so already."""
-        ops, commands = self._collect(), self._commands
-        self._commands = []
-        if ops or commands:
-            self._last = self.store.submit(ops)
-            self._last.add_done_callback(lambda future: self._written(future, commands))
-        return self._last if self._last and not self._last.done() else None
-
-    async def commit(self) -> None:
-        """Returns when everything decided so far is durable. Raises a 503 Refusal after COMMIT_LIMIT_S."""
-        written = self.submit()
-        if written is None:
-            return
-        await asyncio.wait((written,), timeout=COMMIT_LIMIT_S)
-        if not written.done():
-            raise Refusal(503, *(self.store.condition or STORE_BUSY))
-        written.result()
-
-    def _written(self, future: asyncio.Future[None], commands: Iterable[tuple[str, Command]]) -> None:
-        error = future.exception()
-        if error is not None:
-            self.on_store_failure(error)
-            return
-        for slot, command in commands:
-            member = self.members.get(slot)
-            if member is not None and member.stream is not None:
-                member.stream.send(command)
+    def totals(self) -> list[Op]:
+        """What is written with every change of the ledger."""
+        return [*rows.totals(self.ledger.counters, self.ledger.stream_position, self.ledger.committed_step)]
 
     def _collect(self) -> list[Op]:
         changes = self.ledger.drain()
@@ -256,9 +174,7 @@ class Books:
         versions = [rows.version(self.register.row(version)) for version in sorted(self.register.dirty)]
         self.register.dirty.clear()
         self.advance()
-        ops = [*versions, *self._ledger_ops(changes), *self._ops]
-        self._ops = []
-        return ops
+        return [*versions, *self._ledger_ops(changes)]
 
     def _ledger_ops(self, changes: Changes) -> list[Op]:
         if not changes:
@@ -267,52 +183,32 @@ class Books:
             self.news.leases.notify()
             self.news.batches.notify()
         ops: list[Op] = [rows.cleared(key) for key in changes.cleared]
-        ops += [rows.segment(*item) for item in changes.appended]
+        if changes.appended:
+            ops.append(rows.segments(changes.appended))
         ops += [self._group(group) for group in changes.groups]
         for sample in changes.samples:
             ops += rows.sample(sample)
-        ops += rows.totals(self.ledger.counters, self.ledger.stream_position, self.ledger.committed_step)
-        return ops
+        return ops + self.totals()
 
     def _group(self, group: Group) -> Op:
         prompt = self.prompts.train[group.key.prompt]
-        return rows.group(group, prompt.text, prompt.answer)
+        return rows.group(group, prompt.text, prompt.answer, self.ledger.committed_step)
 
     def _note_rounds(self) -> None:
         for point, round_ in self.rounds.items():
             if not round_.dirty:
                 continue
-            self._ops.extend(rows.eval_sample(sample) for sample in round_.dirty.values())
+            self.journal.write(*(rows.eval_sample(sample) for sample in round_.dirty.values()))
             round_.dirty.clear()
             self.news.leases.notify()
             if round_.done and point not in self._rounds_done:
                 self._rounds_done.add(point)
-                self.event("evaluated", f"evaluation at version {round_.version} is done")
-
-    # --- rows of the trainer's side -----------------------------------------------------------------------------
-
-    def write_batch(self, batch: SealedBatch) -> None:
-        self.write(rows.batch(batch, self.clock.wall_s()))
-
-    def write_step(self, row: StepRow) -> None:
-        self.steps[row.step] = row
-        self.write(rows.step(row))
-
-    def forget_steps_after(self, step: int) -> None:
-        self.steps = {number: row for number, row in self.steps.items() if number <= step}
-        self.write(rows.DeleteAbove("steps", step))
-
-    def write_checkpoints(self, removable: Iterable[CheckpointRow]) -> None:
-        """The register as it is now; those in `removable` may be deleted by the trainer."""
-        kept = {row.path for row in self.checkpoints.kept}
-        gone = {row.path: row for row in [*self.removable, *removable] if row.path not in kept}
-        self.removable = list(gone.values())[-64:]  # the trainer deletes them at once; older ones were told before
-        self.write(*(rows.checkpoint(row, REMOVABLE) for row in gone.values()))
-        self.write(*(rows.checkpoint(row, KEPT) for row in self.checkpoints.kept))
+                self.journal.event("evaluated", f"evaluation at version {round_.version} is done")
 
 
 def _plan(job: LaminarJob, prompts: PromptBook) -> LedgerPlan:
     spec = job.spec
+    dynamic = spec.algorithm.dynamic_sampling
     return LedgerPlan(
         steps=spec.steps,
         prompts_per_step=spec.algorithm.prompts_per_step,
@@ -323,8 +219,5 @@ def _plan(job: LaminarJob, prompts: PromptBook) -> LedgerPlan:
         seed=spec.data.seed,
         max_response_tokens=spec.sampling.max_response_tokens,
         too_long=prompts.too_long,
+        max_refill_groups=dynamic.max_refills * spec.algorithm.prompts_per_step if dynamic else None,
     )
-
-
-def _raise(error: BaseException) -> None:
-    raise error

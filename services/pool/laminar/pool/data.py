@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from laminar.wire.sources import local_path
+
 MISSING_PROMPT, MISSING_ANSWER = "missingPrompt", "missingAnswer"
 _COLUMNS_SHOWN = 12
 _ABSENT = object()
@@ -51,7 +53,7 @@ class PromptTable:
 
 def read_prompts(source: str, prompt_field: str, answer_field: str) -> PromptTable:
     """All usable rows of `file:PATH`. Dots in a field go into nested columns. Raises DataError."""
-    path = Path(source.removeprefix("file:"))
+    path = local_path(source)
     if not path.is_file():
         raise DataError(f"the data file {path} does not exist{_is_folder(path)}.")
     table = PromptTable(path, [])

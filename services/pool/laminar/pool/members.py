@@ -27,8 +27,6 @@ LAG_S = 0.1
 STREAM_LAG_S = 2.0
 """Replicas give a command stream up that brings nothing for 5 s (pings come every second): if this process stood
 still for longer than this, a stream that ends says nothing about its replica."""
-STALL_S = 60.0
-"""A replica with running samples and no token for this long is as good as dead (design 9)."""
 MAX_COMMANDS = 1024
 """Undelivered commands of one replica; more, and its stream is closed: it does not read."""
 
@@ -102,6 +100,11 @@ class Member:
     progress_s: float = 0.0
     """Last token, or last moment without running samples."""
     stalled: bool = False
+    since_s: float = 0.0
+    """When this process learned of this life."""
+    held: frozenset[int] = frozenset()
+    """Relays: complete versions, by the last heartbeat."""
+    told_held: bool = False
 
     @property
     def slot(self) -> str:
@@ -112,9 +115,19 @@ class Member:
         return Holder(self.register.slot, self.incarnation)
 
     @property
+    def leaving(self) -> bool:
+        """It has said so itself: it drains, or is gone."""
+        return self.state in (MemberState.DRAINING, MemberState.STOPPED)
+
+    @property
+    def gone(self) -> bool:
+        """Cannot be counted on now."""
+        return self.suspect or self.fenced or self.state is MemberState.STOPPED
+
+    @property
     def usable(self) -> bool:
         """May be given work by a command."""
-        return self.stream is not None and not (self.suspect or self.fenced or self.stalled)
+        return self.stream is not None and not (self.gone or self.leaving or self.stalled)
 
     def view(self, now_s: float) -> MemberView:
         return MemberView(
@@ -133,15 +146,19 @@ class Joined:
 
     member: Member
     is_new: bool
-    superseded: Holder | None
+    superseded: Member | None
 
 
 class Members:
     """Invariant: incarnations of a slot only grow; at most one life of a slot counts."""
 
-    def __init__(self, stored: Iterable[StoredMember], now_s: float) -> None:
+    def __init__(self, stored: Iterable[StoredMember], now_s: float, first_incarnation: int = 1) -> None:
+        """`first_incarnation`: the lowest one of this generation of the pool."""
+        self._first_incarnation = first_incarnation
         self._members: dict[str, Member] = {
-            row.register.slot: Member(row.register, row.incarnation, now_s, fenced=row.fenced, progress_s=now_s)
+            row.register.slot: Member(
+                row.register, row.incarnation, now_s, fenced=row.fenced, progress_s=now_s, since_s=now_s
+            )
             for row in stored
         }
         self._ticked_s = now_s
@@ -156,6 +173,12 @@ class Members:
     def get(self, slot: str) -> Member | None:
         return self._members.get(slot)
 
+    def deliver(self, slot: str, command: Command) -> None:
+        """Onto the member's command connection, if it has one; a new one brings what matters again."""
+        member = self._members.get(slot)
+        if member is not None and member.stream is not None:
+            member.stream.send(command)
+
     def join(self, register: Register, now_s: float) -> Joined:
         """The same nonce gets the same incarnation. Raises OlderLife."""
         known = self._members.get(register.slot)
@@ -163,12 +186,12 @@ class Members:
             return Joined(known, is_new=False, superseded=None)
         if known is not None and register.life < known.register.life:
             raise OlderLife(f"life {register.life} of {register.slot} comes after life {known.register.life}")
-        incarnation = known.incarnation + 1 if known else 1
+        incarnation = max(self._first_incarnation, known.incarnation + 1 if known else 1)
         if known is not None and known.stream is not None:
             known.stream.close()
-        member = Member(register, incarnation, now_s, progress_s=now_s)
+        member = Member(register, incarnation, now_s, progress_s=now_s, since_s=now_s)
         self._members[register.slot] = member
-        return Joined(member, is_new=True, superseded=known.holder if known else None)
+        return Joined(member, is_new=True, superseded=known)
 
     def heard(self, slot: str, incarnation: int, now_s: float) -> Member:
         """The member that this message is of; it is not suspect any more.
@@ -191,6 +214,7 @@ class Members:
         member = self.heard(beat.slot, beat.incarnation, now_s)
         member.state, member.version, member.epoch, member.load = beat.state, beat.version, beat.epoch, beat.load
         member.lost_neighbours, member.note = beat.lost_neighbours, beat.note
+        member.held, member.told_held = frozenset(held.version for held in beat.held), True
         after = (member.suspect, member.state, member.version, member.epoch, member.lost_neighbours)
         return member, before != after
 
@@ -219,6 +243,8 @@ class Members:
         member.stream = None
         if now_s - self._ticked_s > STREAM_LAG_S or now_s - self._stood_still_s < SILENT_S:
             return None
+        if member.state is MemberState.STOPPED:
+            return None  # it has said goodbye
         member.suspect = True
         return member
 
@@ -233,18 +259,20 @@ class Members:
                 # Whoever was heard since the pause needs no allowance for it.
                 member.heard_s = min(now_s, member.heard_s + lag_s)
                 member.progress_s = min(now_s, member.progress_s + lag_s)
-        silent = [m for m in self.all() if not (m.suspect or m.fenced) and now_s - m.heard_s > SILENT_S]
+        quiet = [m for m in self.all() if not m.suspect and m.state is not MemberState.STOPPED]
+        silent = [member for member in quiet if now_s - member.heard_s > SILENT_S]
         for member in silent:
             member.suspect = True
         return silent
 
-    def judge_progress(self, running: set[Holder], now_s: float) -> list[Member]:
-        """`running`: lives that hold running samples. Returns the members that turned stalled."""
+    def judge_progress(self, running: set[Holder], now_s: float, stall_s: float) -> list[Member]:
+        """`running`: lives that hold running samples. Returns the members that turned stalled: no token for
+        `stall_s`."""
         turned: list[Member] = []
         for member in self.of_role(Role.ROLLOUT):
             if member.holder not in running:
                 member.progress_s = now_s
-            was, member.stalled = member.stalled, now_s - member.progress_s > STALL_S
+            was, member.stalled = member.stalled, now_s - member.progress_s > stall_s
             if member.stalled and not was:
                 turned.append(member)
         return turned

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 
-from laminar.core.samples import Holder
+from laminar.core.decisions import Loss
 from laminar.core.versions import VersionState
 from laminar.pool import rows
 from laminar.pool.books import Books
@@ -34,6 +34,7 @@ from laminar.wire.messages import (
     Fence,
     Heartbeat,
     HeartbeatReply,
+    MemberState,
     PoolView,
     Register,
     Registered,
@@ -71,27 +72,29 @@ class Pool:
     async def join(self, call: Register) -> Registered:
         """A member's life begins; what its earlier life held moves."""
         books = self.books
-        if call.role is Role.TRAINER and call.attempt < books.attempt:
-            detail = f"attempt {call.attempt} has ended; attempt {books.attempt} trains"
-            raise Refusal(409, "attempt", detail, current=books.attempt)
+        if call.role is Role.TRAINER and call.attempt < books.trained.attempt:
+            detail = f"attempt {call.attempt} has ended; attempt {books.trained.attempt} trains"
+            raise Refusal(409, "attempt", detail, current=books.trained.attempt)
         try:
             joined = books.members.join(call, books.clock.monotonic_s())
         except OlderLife as error:
             known = books.members.get(call.slot)
             raise Refusal(409, "life", str(error), current=known.register.life if known else None) from error
         if joined.is_new:
-            books.write(rows.member(call, joined.member.incarnation, fenced=False))
+            books.journal.write(rows.member(call, joined.member.incarnation, fenced=False))
             if joined.superseded is not None:
-                self._superseded(joined.superseded, call.role, "a new incarnation registered")
+                loss = Loss.LEFT if joined.superseded.leaving else Loss.DEAD
+                self._superseded(joined.superseded, loss, "a new incarnation registered")
             books.news.members.notify()
-        await books.commit()
+        await books.journal.commit()
         return Registered(incarnation=joined.member.incarnation, generation=books.identity.generation)
 
-    def _superseded(self, holder: Holder, role: Role, reason: str) -> None:
+    def _superseded(self, member: Member, loss: Loss, reason: str) -> None:
+        role = member.register.role
         if role is Role.ROLLOUT:
-            self.rollouts.lose(holder, reason)
+            self.rollouts.redirects.lose(member.holder, loss, reason)
         elif role is Role.RELAY:
-            self.training.relay_left(holder.slot)  # its memory went with it
+            self.training.relay_left(member.slot)  # its memory went with it
 
     def member(self, slot: str, incarnation: int) -> Member:
         """The member that speaks; every message is a sign of life. Raises a 404 or 410 Refusal."""
@@ -105,20 +108,24 @@ class Pool:
         except SupersededIncarnation as error:
             raise Refusal(410, "incarnation", str(error), current=error.current) from error
         if was_suspect:
-            books.event("member", f"{slot} is heard again")
+            books.ledger.absolve(member.holder)
+            books.journal.event("member", f"{slot} is heard again")
             books.news.members.notify()
         return member
 
     async def heartbeat(self, beat: Heartbeat) -> HeartbeatReply:
         books = self.books
-        self.member(beat.slot, beat.incarnation)
+        left = self.member(beat.slot, beat.incarnation).state is MemberState.STOPPED
         member, changed = books.members.beat(beat, books.clock.monotonic_s())
+        if member.register.role is Role.ROLLOUT and beat.state is MemberState.STOPPED and not left:
+            # All that it generated has arrived before this goodbye.
+            self.rollouts.redirects.lose(member.holder, Loss.LEFT, "it leaves")
         if member.register.role is Role.RELAY:
             for held in beat.held:
                 self.training.remind_complete(beat.slot, held.version, held.digest)
         if changed:
             books.news.members.notify()
-        books.submit()
+        books.journal.submit()
         newest = books.register.newest
         retain = self._retained() if member.register.role is Role.RELAY else []
         return HeartbeatReply(newest=newest.version if newest else None, retain=retain)
@@ -131,17 +138,21 @@ class Pool:
 
     async def fence(self, call: Fence) -> None:
         """Nothing that this incarnation says counts any more."""
-        books = self.books
-        member = books.members.fence(call.slot, call.incarnation)
-        if member is not None:
-            books.write(rows.member(member.register, member.incarnation, fenced=True))
-            books.event("fence", f"{call.slot} is fenced: {call.reason}")
-            self._superseded(member.holder, member.register.role, f"fenced: {call.reason}")
-            books.command(call.slot, Command(kind=CommandKind.FENCE, reason=call.reason))
-            books.news.members.notify()
-        await books.commit()
+        member = self._fence(call.slot, call.incarnation, call.reason)
+        await self.books.journal.commit()
         if member is not None and member.stream is not None:
             member.stream.close()
+
+    def _fence(self, slot: str, incarnation: int, reason: str) -> Member | None:
+        books = self.books
+        member = books.members.fence(slot, incarnation)
+        if member is not None:
+            books.journal.write(rows.member(member.register, member.incarnation, fenced=True))
+            books.journal.event("fence", f"{slot} is fenced: {reason}")
+            self._superseded(member, Loss.LEFT if member.leaving else Loss.DEAD, f"fenced: {reason}")
+            books.journal.command(slot, Command(kind=CommandKind.FENCE, reason=reason))
+            books.news.members.notify()
+        return member
 
     async def commands(self, stream: CommandStream, member: Member) -> AsyncGenerator[bytes, None]:
         """The command connection of one life of a replica; its end makes the member suspect at once."""
@@ -159,9 +170,9 @@ class Pool:
     def open_commands(self, slot: str, incarnation: int) -> tuple[CommandStream, Member]:
         member = self.member(slot, incarnation)
         stream = self.books.members.open_stream(slot, incarnation, self.books.clock.monotonic_s())
-        self.rollouts.adopt_unconfirmed(member.holder)
+        self.rollouts.redirects.adopt_unconfirmed(member.holder)
         self.books.news.members.notify()
-        self.books.submit()
+        self.books.journal.submit()
         return stream, member
 
     def _stream_ended(self, member: Member, stream: CommandStream) -> None:
@@ -170,12 +181,12 @@ class Pool:
         now_s = self.books.clock.monotonic_s()
         if self.books.members.close_stream(member.slot, stream, now_s) is member and not member.fenced:
             self._suspect(member, "its command connection closed")
-            self.books.submit()
+            self.books.journal.submit()
 
     def _suspect(self, member: Member, reason: str) -> None:
-        self.books.event("suspect", f"{member.slot} is suspect: {reason}")
+        self.books.journal.event("suspect", f"{member.slot} is suspect: {reason}")
         if member.register.role is Role.ROLLOUT:
-            self.rollouts.lose(member.holder, f"suspect: {reason}")
+            self.rollouts.redirects.lose(member.holder, Loss.SUSPECT, f"suspect: {reason}")
         self.books.news.members.notify()
 
     # --- the pool's own clock -----------------------------------------------------------------------------------
@@ -188,21 +199,29 @@ class Pool:
             self._suspect(member, f"silent for {now_s - member.heard_s:.1f} s")
         if now_s - self._judged_s >= 1.0:
             self._judged_s = now_s
-            for member in books.members.judge_progress(self.rollouts.running_holders(), now_s):
-                books.event("stalled", f"{member.slot} holds running samples and makes no progress")
-                books.news.members.notify()
+            self._judge_progress(now_s)
+            self.rollouts.judge()
         self._note_condition()
-        if now_s - self._loads_at_s >= self._load_period_s and books.store.condition is None:
+        if now_s - self._loads_at_s >= self._load_period_s and books.journal.store.condition is None:
             self._loads_at_s = now_s
             self._note_loads()
-        books.submit()
+        books.journal.submit()
+
+    def _judge_progress(self, now_s: float) -> None:
+        """Without a token for stallSeconds an engine hangs: its agent, which answers, is told to start another one."""
+        stall_s = self.books.spec.rollout.stall_seconds
+        for member in self.books.members.judge_progress(self.rollouts.running_holders(), now_s, stall_s):
+            self.books.journal.event(
+                "stalled", f"{member.slot} has responses to generate and no token for {stall_s:g} s"
+            )
+            self._fence(member.slot, member.incarnation, "makes no progress")
 
     def _note_condition(self) -> None:
         """Who waited for the disk goes on."""
-        books, condition = self.books, self.books.store.condition
+        books, condition = self.books, self.books.journal.store.condition
         if (condition is None) is (self._condition is None):
             return
-        books.event("store", f"{condition[0]}: {condition[1]}" if condition else "the ledger is written again")
+        books.journal.event("store", f"{condition[0]}: {condition[1]}" if condition else "the ledger is written again")
         self._condition = condition
         books.news.leases.notify()
         books.news.batches.notify()
@@ -219,11 +238,11 @@ class Pool:
             self._load_seq += 1
             self._num_loads += 1
             wall_s = self.books.clock.wall_s()
-            self.books.write(rows.load(self._load_seq, wall_s, member.slot, member.version, member.load))
+            self.books.journal.write(rows.load(self._load_seq, wall_s, member.slot, member.version, member.load))
         if self._num_loads > MAX_LOADS:
             self._num_loads //= 2
             self._load_period_s *= 2
-            self.books.write(rows.HalveLoads(), rows.meta("load_period_s", self._load_period_s))
+            self.books.journal.write(rows.HalveLoads(), rows.meta("load_period_s", self._load_period_s))
 
     # --- the driver and people ----------------------------------------------------------------------------------
 
@@ -236,7 +255,8 @@ class Pool:
         return PoolView(
             generation=books.identity.generation, phase=books.phase,
             members=[member.view(now_s) for member in books.members.all()],
-            highest_epoch=max([books.chain.epoch, *epochs]), attempt=books.attempt, durable_step=books.durable_step,
+            highest_epoch=max([books.chain.epoch, *epochs]), attempt=books.trained.attempt,
+            durable_step=books.trained.durable_step,
             newest=newest.version if newest else None, reason=books.failed_reason or books.stop_reason or "",
         )  # fmt: skip
 
@@ -255,10 +275,10 @@ class Pool:
         books = self.books
         if books.stop_reason is None:
             books.stop_reason = call.reason
-            books.event("stop", f"stopping: {call.reason}")
+            books.journal.event("stop", f"stopping: {call.reason}")
             books.news.batches.notify()
             books.news.leases.notify()
-        await books.commit()
+        await books.journal.commit()
 
     async def visible(self, version: int, attempt: int, epoch: int) -> None:
         """Returns when the version is visible, or another epoch is in force."""

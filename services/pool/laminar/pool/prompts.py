@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 
 import xxhash
 
 from laminar.core.evaluation import EvalPlan
 from laminar.pool.data import PromptTable, read_prompts
 from laminar.pool.tokenize import TOO_LONG, Prompt, PromptTokenizer, too_long
+from laminar.wire.sources import local_path
 from laminar.wire.spec import LaminarJob
 
 
@@ -35,7 +35,7 @@ def load_prompts(job: LaminarJob, now: datetime) -> PromptBook:
     """Reads and tokenises everything. Raises DataError or TokenizerError, each one paragraph for people."""
     spec = job.spec
     limit = spec.data.max_prompt_tokens
-    tokenizer = PromptTokenizer(Path(spec.model.source.removeprefix("file:")), now)
+    tokenizer = PromptTokenizer(local_path(spec.model.source), now)
     train = read_prompts(spec.data.train.source, spec.data.train.prompt_field, spec.data.train.answer_field)
     prompts = tokenizer.tokenize(train)
     long = too_long(prompts, limit, train)

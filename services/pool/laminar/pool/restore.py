@@ -10,14 +10,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from laminar.core.checkpoints import CheckpointRow
+from laminar.core.decisions import Counters
 from laminar.core.evaluation import EvalPoint, EvaluationRound
 from laminar.core.identity import GroupKey, SampleKey
-from laminar.core.ledger import Counters
 from laminar.core.prompts import StreamPosition
-from laminar.core.samples import DiscardReason, Group, GroupState, Holder, Sample, SampleState, SealedBatch
+from laminar.core.samples import DiscardReason, Group, GroupState, Holder, Sample, SampleState, SealedBatch, ToolSpan
 from laminar.core.versions import VersionRow, VersionState
-from laminar.shell.ledger_file import read_events, read_meta, read_rounds, read_steps, read_versions
+from laminar.shell.ledger_file import crc, read_events, read_meta, read_rounds, read_steps, read_versions
 from laminar.wire.messages import Event, Register, StepRow
+
+
+class DamagedSegment(ValueError):
+    """The disk has changed what was written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,11 @@ def counters_of(totals: dict[str, Any]) -> Counters:
         restarted_samples=totals["restarted_samples"],
         restarted_tokens=totals["restarted_tokens"],
         moved_samples=totals["moved_samples"],
+        parked_samples=totals.get("parked_samples", 0),
+        poisoned_samples=totals.get("poisoned_samples", 0),
+        filtered_groups=totals.get("filtered_groups", 0),
+        refilled_groups=totals.get("refilled_groups", 0),
+        repeated=totals.get("repeated", 0),
         refused=Counter(totals["refused"]),
     )
 
@@ -110,7 +119,7 @@ def _groups(db: sqlite3.Connection, where: str, values: tuple[int, ...]) -> list
     """Groups with all their samples and tokens."""
     join = "JOIN groups g ON g.pass = s.pass AND g.prompt = s.prompt"
     parts = db.execute(
-        f"SELECT s.pass, s.prompt, s.idx, s.tokens, s.logprobs FROM segments s {join} WHERE {where} "
+        f"SELECT s.pass, s.prompt, s.idx, s.tokens, s.logprobs, s.crc FROM segments s {join} WHERE {where} "
         "ORDER BY s.pass, s.prompt, s.idx, s.start",
         values,
     )
@@ -119,7 +128,7 @@ def _groups(db: sqlite3.Connection, where: str, values: tuple[int, ...]) -> list
     names = (
         "s.pass, s.prompt, s.idx, s.state, s.term, s.slot, s.incarnation, s.version, s.finish_reason, s.reward, "
         "s.parts, s.failures, s.restarts, s.moves, s.inherent, s.across_rollback, s.reason, s.detail, "
-        "s.leased_wall_s, s.finished_wall_s"
+        "s.leased_wall_s, s.finished_wall_s, s.tools, s.lost_lives"
     )
     for row in db.execute(
         f"SELECT {names} FROM samples s {join} WHERE {where} ORDER BY s.pass, s.prompt, s.idx", values
@@ -133,10 +142,15 @@ def _groups(db: sqlite3.Connection, where: str, values: tuple[int, ...]) -> list
     ]
 
 
-def _joined(parts: Iterable[tuple[int, int, int, bytes, bytes]]) -> dict[SampleKey, tuple[bytearray, bytearray]]:
+def _joined(
+    parts: Iterable[tuple[int, int, int, bytes, bytes, int]],
+) -> dict[SampleKey, tuple[bytearray, bytearray]]:
     joined: dict[SampleKey, tuple[bytearray, bytearray]] = {}
-    for pass_, prompt, index, tokens, logprobs in parts:
-        both = joined.setdefault(SampleKey(GroupKey(pass_, prompt), index), (bytearray(), bytearray()))
+    for pass_, prompt, index, tokens, logprobs, crc_ in parts:
+        key = SampleKey(GroupKey(pass_, prompt), index)
+        if crc(tokens, logprobs) != crc_:
+            raise DamagedSegment(f"a part of response {key} is not what was written")
+        both = joined.setdefault(key, (bytearray(), bytearray()))
         both[0].extend(tokens)
         both[1].extend(logprobs)
     return joined
@@ -144,11 +158,13 @@ def _joined(parts: Iterable[tuple[int, int, int, bytes, bytes]]) -> dict[SampleK
 
 def _sample(row: Any, tokens: dict[SampleKey, tuple[bytearray, bytearray]]) -> Sample:
     (pass_, prompt, index, state, term, slot, incarnation, version, finish_reason, reward, parts, failures, restarts,
-     moves, inherent, across_rollback, reason, detail, leased_wall_s, finished_wall_s) = row  # fmt: skip
+     moves, inherent, across_rollback, reason, detail, leased_wall_s, finished_wall_s, tools, lives) = row  # fmt: skip
     key = SampleKey(GroupKey(pass_, prompt), index)
     own = tokens.get(key, (bytearray(), bytearray()))
     return Sample(
         key, SampleState(state), term, Holder(slot, incarnation) if incarnation is not None else None, version,
         own[0], own[1], finish_reason, reward, json.loads(parts), failures, restarts, moves, inherent,
         bool(across_rollback), DiscardReason(reason) if reason else None, detail, leased_wall_s, finished_wall_s,
+        [ToolSpan(*span) for span in json.loads(tools)],
+        {Holder(slot, incarnation): bool(dead) for slot, incarnation, dead in json.loads(lives)},
     )  # fmt: skip

@@ -6,16 +6,17 @@ Rows are made at once, in the turn in which the core decided: its objects go on 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from laminar.core.checkpoints import CheckpointRow
+from laminar.core.decisions import Counters
 from laminar.core.evaluation import EvalSample, EvaluationRound
 from laminar.core.identity import SampleKey
-from laminar.core.ledger import Counters
 from laminar.core.prompts import StreamPosition
 from laminar.core.samples import Group, Sample, SampleState, SealedBatch
 from laminar.core.versions import VersionRow
+from laminar.shell.ledger_file import crc
 from laminar.wire.messages import EngineLoad, Event, Register, StepRow
 
 Value = str | int | float | bytes | None
@@ -27,6 +28,14 @@ class Put:
 
     table: str
     values: tuple[Value, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PutAll:
+    """Rows that are not there yet."""
+
+    table: str
+    rows: Sequence[tuple[Value, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +70,18 @@ class PruneStep:
 
 
 @dataclass(frozen=True, slots=True)
+class FoldStep:
+    """The rows of a consumed step, and of all that was discarded before it, go; how many there were stays."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class HalveLoads:
     """Every second point of the load curves goes."""
 
 
-Op = Put | Delete | DeleteAbove | DeleteBelow | PruneStep | HalveLoads
+Op = Put | PutAll | Delete | DeleteAbove | DeleteBelow | PruneStep | FoldStep | HalveLoads
 
 
 def meta(key: str, value: object) -> Put:
@@ -80,9 +96,10 @@ def version(row: VersionRow) -> Put:
     return Put("versions", (row.version, row.step, row.parent, row.attempt, row.state.value, row.digest))
 
 
-def group(row: Group, prompt_text: str, answer: str) -> Put:
+def group(row: Group, prompt_text: str, answer: str, committed_step: int) -> Put:
     key = row.key
-    return Put("groups", (key.pass_, key.prompt, row.state.value, row.ready_seq, row.step, prompt_text, answer))
+    values = (key.pass_, key.prompt, row.state.value, row.ready_seq, row.step, prompt_text, answer, committed_step)
+    return Put("groups", values)
 
 
 def sample(row: Sample) -> list[Op]:
@@ -96,14 +113,22 @@ def sample(row: Sample) -> list[Op]:
             row.holder.incarnation if row.holder else None, row.version, row.length, int(kept), row.finish_reason,
             row.reward, json.dumps(row.parts), row.failures, row.restarts, row.moves, row.inherent,
             int(row.across_rollback), row.reason.value if row.reason else None, row.detail, row.leased_wall_s,
-            row.finished_wall_s,
+            row.finished_wall_s, json.dumps([[t.start, t.length, t.call] for t in row.tools]),
+            json.dumps([[life.slot, life.incarnation, int(dead)] for life, dead in row.lost_lives.items()]),
         ),
     )  # fmt: skip
     return [put] if kept else [Delete("segments", key), put]
 
 
-def segment(key: SampleKey, start: int, tokens: bytes, logprobs: bytes) -> Put:
-    return Put("segments", (*_sample_key(key), start, tokens, logprobs))
+def segments(appended: Iterable[tuple[SampleKey, int, bytes, bytes]]) -> PutAll:
+    """Each: the sample, the place of the first token, packed tokens and log-probs."""
+    return PutAll(
+        "segments",
+        [
+            (key.group.pass_, key.group.prompt, key.index, start, tokens, logprobs, crc(tokens, logprobs))
+            for key, start, tokens, logprobs in appended
+        ],
+    )
 
 
 def cleared(key: SampleKey) -> Delete:
@@ -162,6 +187,11 @@ def counters_json(counters: Counters) -> dict[str, int | dict[str, int]]:
         "restarted_samples": counters.restarted_samples,
         "restarted_tokens": counters.restarted_tokens,
         "moved_samples": counters.moved_samples,
+        "parked_samples": counters.parked_samples,
+        "poisoned_samples": counters.poisoned_samples,
+        "filtered_groups": counters.filtered_groups,
+        "refilled_groups": counters.refilled_groups,
+        "repeated": counters.repeated,
         "refused": dict(counters.refused),
     }
 

@@ -32,10 +32,10 @@ def job_status(books: Books) -> JobStatus:
     """Everything that `laminar status` and the live view show."""
     now_s, identity = books.clock.monotonic_s(), books.identity
     newest = books.register.newest
-    steps = list(books.steps.values())
+    steps = list(books.trained.steps.values())
     conditions = dict(books.conditions)
-    if books.store.condition is not None:
-        reason, text = books.store.condition
+    if books.journal.store.condition is not None:
+        reason, text = books.journal.store.condition
         conditions[reason] = text
     replicas = [member for member in books.members.of_role(Role.ROLLOUT) if member.load is not None]
     return JobStatus(
@@ -46,7 +46,7 @@ def job_status(books: Books) -> JobStatus:
         reason=books.failed_reason or books.stop_reason or "",
         steps=books.ledger.plan.steps,
         committed_step=books.ledger.committed_step,
-        attempt=books.attempt,
+        attempt=books.trained.attempt,
         newest=_visible(newest) if newest else None,
         epoch=books.chain.epoch,
         chain=[member.slot for member in books.chain.members],
@@ -60,13 +60,13 @@ def job_status(books: Books) -> JobStatus:
         evaluations=evaluations(books),
         checkpoints=[
             CheckpointInfo(step=row.step, attempt=row.attempt, path=row.path, manifest=dict(row.manifest))
-            for row in books.checkpoints.kept
+            for row in books.trained.checkpoints.kept
         ],
         conditions=conditions,
         first_lease_wall_s=books.first_lease_wall_s,
         wall_s=books.clock.wall_s(),
         skipped_prompts=books.prompts.skipped,
-        last_event_seq=books.event_seq,
+        last_event_seq=books.journal.last_seq,
     )
 
 
@@ -84,10 +84,14 @@ def ledger_counts(books: Books) -> LedgerCounts:
         consumed=counters.consumed,
         discarded={reason: number for reason, number in counters.discarded.items() if number},
         open=books.ledger.num_open,
-        started_unconsumed_groups=books.ledger.started_unconsumed_groups,
+        started_unconsumed_groups=len(books.ledger.groups),
         restarted_samples=counters.restarted_samples,
         restarted_tokens=counters.restarted_tokens,
         moved_samples=counters.moved_samples,
+        parked_samples=counters.parked_samples,
+        poisoned_samples=counters.poisoned_samples,
+        filtered_groups=counters.filtered_groups,
+        repeated=counters.repeated,
         refused=dict(counters.refused),
     )
 
@@ -140,7 +144,7 @@ class BooksCollector(Collector):
             member.slot: float(member.suspect) for member in status.members
         })  # fmt: skip
         tokens = CounterMetricFamily("laminar_response_tokens", "Tokens of responses that steps consumed")
-        tokens.add_metric((), sum(row.response_tokens for row in books.steps.values()))
+        tokens.add_metric((), sum(row.response_tokens for row in books.trained.steps.values()))
         yield tokens
 
 
@@ -154,6 +158,10 @@ def _totals(counts: LedgerCounts) -> Iterable[Metric]:
         ("laminar_samples_restarted", "Samples started again from the prompt", counts.restarted_samples),
         ("laminar_tokens_restarted", "Tokens lost by restarts", counts.restarted_tokens),
         ("laminar_samples_moved", "Samples moved with their partial", counts.moved_samples),
+        ("laminar_samples_parked", "Partials kept until a replica had their version", counts.parked_samples),
+        ("laminar_samples_poisoned", "Samples set aside because replicas died of them", counts.poisoned_samples),
+        ("laminar_groups_filtered", "Groups of equal rewards that were dropped", counts.filtered_groups),
+        ("laminar_writes_repeated", "Writes that said again what was known", counts.repeated),
     ):
         total = CounterMetricFamily(name, text)
         total.add_metric((), value)

@@ -10,17 +10,15 @@ import asyncio
 import math
 from collections import Counter
 
-import msgspec
-
 from laminar.core.checkpoints import CheckpointRow
+from laminar.core.decisions import StepConflict
 from laminar.core.evaluation import EvalPoint
 from laminar.core.groups import slice_groups
-from laminar.core.ledger import StepConflict
 from laminar.core.samples import Group
 from laminar.core.versions import VersionConflict, VersionRow, VersionState, relays_needed
 from laminar.pool import rows
-from laminar.pool.books import COMMIT_LIMIT_S, STORE_BUSY, Books
-from laminar.pool.restore import consumed_after
+from laminar.pool.books import Books
+from laminar.pool.journal import COMMIT_LIMIT_S, STORE_BUSY
 from laminar.shell.answers import Refusal
 from laminar.wire.dataplane import BatchGroup, BatchSample, BatchSlice
 from laminar.wire.messages import (
@@ -46,6 +44,8 @@ from laminar.wire.messages import (
 
 STEPS_KEPT = 2
 """Responses of the newest steps stay for the report, whatever the checkpoints need; step 1 stays beside them."""
+ROWS_KEPT = 100_000
+"""Samples of consumed steps that keep a row of their own, some 25 MB; of older ones the numbers stay."""
 CHECKPOINT_STALE = "CheckpointStale"
 
 
@@ -60,7 +60,7 @@ class Training:
 
     def fence(self, attempt: int) -> None:
         """Raises a 409 unless this attempt is the one that began last."""
-        current = self._books.attempt
+        current = self._books.trained.attempt
         if attempt != current:
             detail = "has ended" if attempt < current else "has not begun"
             raise Refusal(409, "attempt", f"attempt {attempt} {detail}; attempt {current} trains", current=current)
@@ -68,7 +68,7 @@ class Training:
     # --- attempts -----------------------------------------------------------------------------------------------
 
     def resume_point(self, at_most: int | None) -> ResumePoint:
-        kept = self._books.checkpoints
+        kept = self._books.trained.checkpoints
         row = kept.restore_point(at_most)
         return ResumePoint(checkpoint=_info(row) if row else None, kept=[_info(each) for each in kept.kept])
 
@@ -76,13 +76,13 @@ class Training:
         """From here on this attempt trains: unseen versions of earlier ones are burned, later steps are due again."""
         books = self._books
         async with self._turn:
-            if call.attempt < books.attempt:
+            if call.attempt < books.trained.attempt:
                 self.fence(call.attempt)
-            if call.attempt > books.attempt:
+            if call.attempt > books.trained.attempt:
                 await self._roll_back(call)
-            elif call.restored_step != books.restored_step:
-                raise Refusal(409, "attempt", f"attempt {call.attempt} began at step {books.restored_step}")
-            await books.commit()
+            elif call.restored_step != books.trained.restored_step:
+                raise Refusal(409, "attempt", f"attempt {call.attempt} began at step {books.trained.restored_step}")
+            await books.journal.commit()
         row = books.head(call.restored_step)
         return BeginAttemptReply(
             restored_version=row.version if row else None,
@@ -95,28 +95,21 @@ class Training:
         committed = books.ledger.committed_step
         if step > committed:
             raise Refusal(409, "step", f"step {step} was never committed; {committed} is the last", current=committed)
-        if step < books.checkpoints.prunable_step:
-            oldest = books.checkpoints.prunable_step
+        if step < books.trained.checkpoints.prunable_step:
+            oldest = books.trained.checkpoints.prunable_step
             raise Refusal(409, "step", f"batches up to step {oldest} are gone: restore that or later", current=oldest)
         try:
             async with asyncio.timeout(COMMIT_LIMIT_S):
-                consumed = await books.store.read(lambda db: consumed_after(db, step))
+                consumed = await books.journal.store.consumed_after(step)
         except TimeoutError as error:
-            raise Refusal(503, *(books.store.condition or STORE_BUSY)) from error
+            raise Refusal(503, *(books.journal.store.condition or STORE_BUSY)) from error
         assert [batch.step for batch, _ in consumed] == list(range(step + 1, committed + 1)), "a batch is missing"
         burned = books.register.burn_before(call.attempt)
         books.ledger.roll_back(step, consumed)
-        books.write_checkpoints(books.checkpoints.supersede_after(step))
-        books.forget_steps_after(step)
+        books.trained.begin(call.attempt, step)
         if step < books.ledger.plan.steps and EvalPoint.LAST in books.rounds:
             books.restart_round(EvalPoint.LAST, books.rounds[EvalPoint.LAST].version)
-        books.attempt, books.restored_step, books.taken_step = call.attempt, step, 0
-        books.write(
-            rows.meta("attempt", call.attempt),
-            rows.meta("restored_step", step),
-            # No sample moved, but the totals did.
-            *rows.totals(books.ledger.counters, books.ledger.stream_position, books.ledger.committed_step),
-        )
+        books.journal.write(*books.totals())  # no sample moved, but the totals did
         self._missed_saves.clear()
         books.failed_reason = ""
         books.conditions.pop(CHECKPOINT_STALE, None)
@@ -125,7 +118,7 @@ class Training:
             text += f"; steps {step + 1} to {committed} are trained again on the same batches"
         if call.num_damaged:
             text += f"; newer checkpoints passed over because they are damaged: {call.num_damaged}"
-        books.event("attempt", text + (f"; burned versions {burned}" if burned else ""))
+        books.journal.event("attempt", text + (f"; burned versions {burned}" if burned else ""))
         books.news.batches.notify()
         books.news.members.notify()
 
@@ -171,7 +164,7 @@ class Training:
         try:
             visible = books.register.report_complete(version, digest, slot, books.num_relays)
         except VersionConflict as error:
-            books.event("digest", str(error))
+            books.journal.event("digest", str(error))
             raise Refusal(409, "digest", str(error)) from error
         books.news.versions.notify()
         if visible:
@@ -188,7 +181,7 @@ class Training:
 
     def _announce(self, version: int) -> None:
         row = self._books.register.row(version)
-        self._books.event("version", f"version {version} (step {row.step}) is visible")
+        self._books.journal.event("version", f"version {version} (step {row.step}) is visible")
 
     def _version(self, version: int) -> VersionRow:
         try:
@@ -206,14 +199,14 @@ class Training:
         if same:
             return
         books.chain = chain
-        books.write(rows.meta("chain", chain.model_dump_json()))
+        books.journal.write(rows.meta("chain", chain.model_dump_json()))
         members = {member.slot for member in chain.members}
         for slot in sorted({member.slot for member in current.members} - members):
             self.relay_left(slot)
         # A shorter chain needs fewer complete relays, also for what its members had reported before.
         for version in books.register.relay_left("", books.num_relays):
             self._announce(version)
-        books.event("epoch", f"relay chain epoch {chain.epoch}: {' > '.join(m.slot for m in chain.members)}")
+        books.journal.event("epoch", f"relay chain epoch {chain.epoch}: {' > '.join(m.slot for m in chain.members)}")
         books.news.versions.notify()
         books.news.members.notify()
 
@@ -231,7 +224,7 @@ class Training:
         if ledger.finished:
             return TakeReply(status=TakeStatus.DONE)
         if books.stop_reason is not None or books.phase is PoolPhase.FAILED:
-            books.taken_step = 0
+            books.trained.taken_step = 0
             return TakeReply(status=TakeStatus.STOP)
         if books.phase is PoolPhase.EVALUATING_FIRST:
             return None
@@ -243,8 +236,8 @@ class Training:
         if batch is None:
             return None
         if not known:
-            books.write_batch(batch)
-        books.taken_step = call.step
+            books.trained.write_batch(batch)
+        books.trained.taken_step = call.step
         groups = ledger.batch_groups(call.step)
         return TakeReply(
             status=TakeStatus.BATCH,
@@ -285,7 +278,7 @@ class Training:
                 BatchSample(
                     id=str(sample.key), version=sample.version, step=self._books.register.row(sample.version).step,
                     tokens=bytes(sample.tokens), logprobs=bytes(sample.logprobs), reward=sample.reward,
-                    finish_reason=sample.finish_reason,
+                    finish_reason=sample.finish_reason, tools=list(sample.tools),
                 )
             )  # fmt: skip
         prompt = self._books.prompts.train[group.key.prompt]
@@ -301,11 +294,10 @@ class Training:
             except StepConflict as error:
                 raise Refusal(409, "step", str(error), current=books.ledger.committed_step) from error
             if groups:
-                books.write_step(self._step_row(call, groups))
-                books.taken_step = 0
+                books.trained.write_step(self._step_row(call, groups))
                 books.news.leases.notify()
                 self._prune()
-            await books.commit()
+            await books.journal.commit()
 
     def _step_row(self, call: CommitStep, groups: list[Group]) -> StepRow:
         books = self._books
@@ -331,37 +323,17 @@ class Training:
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
-    def ledger_snapshot(self, attempt: int, step: int) -> bytes:
+    async def ledger_snapshot(self, attempt: int, step: int) -> bytes:
         """What a pool without its store would go on from: opaque bytes, written beside checkpoint `step`."""
         self.fence(attempt)
-        books, ledger = self._books, self._books.ledger
-        ops: list[rows.Op] = []
-        for group in ledger.groups.values():
-            ops.append(rows.group(group, "", ""))
-            for sample in group.samples:
-                ops += rows.sample(sample)
-                if sample.tokens:
-                    ops.append(rows.segment(sample.key, 0, bytes(sample.tokens), bytes(sample.logprobs)))
-        ops += [rows.batch(batch, 0.0) for batch in ledger.batches.values()]
-        ops += [rows.version(row) for row in books.register.rows()]
-        tables = [[op.table, list(op.values)] for op in ops if isinstance(op, rows.Put)]
-        return msgspec.msgpack.encode(
-            {
-                "schema": 1,
-                "job_uid": books.identity.uid,
-                "checkpoint_step": step,
-                "committed_step": ledger.committed_step,
-                "position": [ledger.stream_position.pass_, ledger.stream_position.cursor],
-                "counters": rows.counters_json(ledger.counters),
-                "rows": tables,
-            }
-        )
+        await self._books.journal.commit()
+        return await self._books.journal.store.snapshot(step)
 
     async def checkpoint_durable(self, call: CheckpointDurable) -> CheckpointDurableReply:
         """Registers it; what the oldest kept one covers is final."""
         async with self._turn:
             reply = self._register_checkpoint(call)
-            await self._books.commit()
+            await self._books.journal.commit()
             return reply
 
     def _register_checkpoint(self, call: CheckpointDurable) -> CheckpointDurableReply:
@@ -371,17 +343,18 @@ class Training:
             committed = books.ledger.committed_step
             raise Refusal(409, "step", f"checkpoint {info.path} does not fit step {committed}", current=committed)
         row = CheckpointRow(info.step, info.attempt, info.path, tuple(sorted(info.manifest.items())))
-        is_new = row not in books.checkpoints.kept
-        removable = books.checkpoints.register(row)
+        is_new = row not in books.trained.checkpoints.kept
+        removable = books.trained.checkpoints.register(row)
         if is_new:
-            books.write_checkpoints(removable)
-            books.event("checkpoint", f"checkpoint of step {info.step} is durable")
+            books.trained.write_checkpoints(removable)
+            books.journal.event("checkpoint", f"checkpoint of step {info.step} is durable")
             self._missed_saves.clear()
             books.conditions.pop(CHECKPOINT_STALE, None)
             self._prune()
             books.news.members.notify()
         return CheckpointDurableReply(
-            kept=[_info(each) for each in books.checkpoints.kept], removable=[_info(each) for each in books.removable]
+            kept=[_info(each) for each in books.trained.checkpoints.kept],
+            removable=[_info(each) for each in books.trained.removable],
         )
 
     def checkpoint_failed(self, call: CheckpointFailed) -> None:
@@ -392,18 +365,15 @@ class Training:
             return
         self._missed_saves.add(call.step)
         books.conditions[CHECKPOINT_STALE] = f"the checkpoint of step {call.step} failed: {call.reason}"
-        books.event("checkpoint", books.conditions[CHECKPOINT_STALE])
+        books.journal.event("checkpoint", books.conditions[CHECKPOINT_STALE])
         if len(self._missed_saves) >= books.spec.trainer.checkpoint.keep:
             books.failed_reason = f"{len(self._missed_saves)} checkpoints in a row failed: {call.reason}"
 
     def _prune(self) -> None:
         """Responses that no checkpoint can ask for again go, except those that the report shows."""
-        books = self._books
-        last = min(books.checkpoints.prunable_step, books.ledger.committed_step - STEPS_KEPT)
-        if last > books.pruned_step:
-            books.write(*(rows.PruneStep(step) for step in range(max(2, books.pruned_step + 1), last + 1)))
-            books.write(rows.meta("pruned_step", last))
-            books.pruned_step = last
+        trained, ledger = self._books.trained, self._books.ledger
+        num_rows_steps = -(-ROWS_KEPT // (ledger.plan.prompts_per_step * ledger.plan.samples_per_prompt))
+        trained.prune_to(min(trained.checkpoints.prunable_step, ledger.committed_step - STEPS_KEPT), num_rows_steps)
 
 
 def _info(row: CheckpointRow) -> CheckpointInfo:

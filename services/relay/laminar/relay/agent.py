@@ -129,6 +129,8 @@ class RelayAgent:
             if await first_of(member.join(), self._service.stopping.wait()) is None:
                 return
             self._member = member
+            if self._client.generation is not None:
+                self._service.generation = self._client.generation
             log.info("joined", extra=fields(incarnation=member.incarnation))
             self._service.watch(BEAT, BEAT_LIMIT_S)
             self._service.set_ready(True)

@@ -18,7 +18,7 @@ from laminar.relay.uses import Pin, VersionLost
 from laminar.shell.feeding import SLICE_S, Feed, LinkReplaced
 from laminar.shell.handover import PURPOSE
 from laminar.shell.logs import fields
-from laminar.shell.transport import BadPeer, Conn, PeerLost, Waker, connect, prove_as_client, recv_message, send_message
+from laminar.shell.transport import BadPeer, Conn, Dial, PeerLost, Waker, prove_as_client, recv_message, send_message
 from laminar.wire.links import SMALL_MESSAGE_BYTES, Hello, LinkKind, LinkVerdict, OfferVerdict, Welcome
 from laminar.wire.messages import ChainMember
 
@@ -45,6 +45,7 @@ class DownstreamLink:
         store: VersionStore,
         counters: Counters,
         meter: LinkMeter,
+        dial: Dial,
         on_change: Callable[[], None],
         on_walk: Callable[[], None],
         fail: Callable[[BaseException], None],
@@ -55,6 +56,7 @@ class DownstreamLink:
         self._store = store
         self._counters = counters
         self._meter = meter
+        self._dial = dial
         self._on_change = on_change
         self._on_walk = on_walk
         self._fail = fail
@@ -148,7 +150,7 @@ class DownstreamLink:
         return passed_by
 
     def _session(self, member: ChainMember, standing: Standing) -> None:
-        conn = connect(member.address, CONNECT_S)
+        conn = self._dial(member.address, CONNECT_S)
         with self._lock:
             self._conn = conn
         try:
@@ -157,12 +159,14 @@ class DownstreamLink:
             prove_as_client(conn, self._credentials.token, self._credentials.job_uid, PURPOSE, CONNECT_S)
             slot = self._membership.place.slot
             hello = Hello(kind=LinkKind.CHAIN, slot=slot, epoch=standing.epoch, bypass=standing.bypass)
+            asked_s = time.monotonic()
             send_message(conn, hello)
             welcome = recv_message(conn, Welcome, SMALL_MESSAGE_BYTES, CONNECT_S)
             what = fields(downstream=member.slot, epoch=standing.epoch, bypass=standing.bypass)
             if welcome.verdict is not LinkVerdict.ACCEPTED:
                 log.info(f"downstream declines this link: {welcome.verdict}", extra=what)
                 return
+            self._meter.message(time.monotonic() - asked_s)
             self._pause_s = FIRST_PAUSE_S
             if self._beside is None:
                 # One that is fed beside the chain stays reported: the next list is to give it a place in the chain.
@@ -224,17 +228,17 @@ class DownstreamLink:
             return False
         stored = feed.stored()
         took_s = max(1e-9, time.monotonic() - began_s)
+        sent_bytes = max(0, pin.manifest.total_bytes - began_bytes)
         if self._beside is None:
-            self._counters.hop_done(max(0, pin.manifest.total_bytes - began_bytes) / took_s)
+            self._counters.hop_done(sent_bytes / took_s)
+        self._meter.version(sent_bytes, pin.manifest.num_chunks - answer.have, took_s)
         self._meter.told(stored.byte_s, stored.message_s)
         return stored.version == pin.manifest.version
 
     def _send_chunk(self, feed: Feed, pin: Pin, index: int) -> None:
-        began_s = time.monotonic()
         with pin.chunk(index) as chunk:
             feed.send_chunk(index, chunk)
             self._counters.forwarded(len(chunk))
-            self._meter.chunk(len(chunk), time.monotonic() - began_s)
 
     def _must_go_on(self) -> None:
         if self._stopping:

@@ -25,7 +25,7 @@ from laminar.relay.serving import ConnectionServer, Credentials
 from laminar.relay.store import StoreSizes, VersionStore
 from laminar.relay.upstream import UpstreamServer
 from laminar.shell.logs import fields
-from laminar.shell.transport import Listener
+from laminar.shell.transport import Dial, Listener, connect
 from laminar.wire.links import Held
 from laminar.wire.messages import ChainEpoch
 
@@ -59,7 +59,8 @@ class PlaneView:
 
 
 class DataPlane:
-    """Life: start -> apply_epoch* -> close. `on_change` is called from data threads and must not block.
+    """Life: start -> apply_epoch* -> close. `on_change` is called from data threads and must not block;
+    `dial` makes the connections down the chain.
 
     Owns the listeners; `close` joins every thread and frees the slots. A defect in a data thread is kept in `failure`
     for the owner, which must end the process.
@@ -73,9 +74,11 @@ class DataPlane:
         data_listener: Listener,
         handoff_listener: Listener,
         on_change: Callable[[], None],
+        dial: Dial = connect,
     ) -> None:
         self._credentials = credentials
         self._on_change = on_change
+        self._dial = dial
         self._counters = Counters()
         self._membership = Membership(slot)
         self._meter = LinkMeter()
@@ -138,7 +141,7 @@ class DataPlane:
         # A link beside the chain says nothing about the chain's own.
         meter = self._meter if beside is None else LinkMeter()
         return DownstreamLink(
-            self._credentials, self._membership, self._store, self._counters, meter, self._on_change,
+            self._credentials, self._membership, self._store, self._counters, meter, self._dial, self._on_change,
             self._links.follow_walk, self._fail, beside,
         )  # fmt: skip
 

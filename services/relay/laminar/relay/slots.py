@@ -12,6 +12,7 @@ import mmap
 import os
 
 from laminar.shell.handoff import SLOT_HEADER_BYTES
+from laminar.shell.memory import prefer_huge_pages
 
 F_SEAL_FUTURE_WRITE = 0x10
 """linux/fcntl.h; not in Python 3.11's fcntl. Nobody else can map the slot writable; our own mapping, which is older
@@ -28,6 +29,7 @@ class SlotMemory:
         self._fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self._fd, SLOT_HEADER_BYTES + capacity_bytes)
         self._memory = mmap.mmap(self._fd, SLOT_HEADER_BYTES + capacity_bytes)
+        prefer_huge_pages(self._memory)
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, SEALS)
         whole = memoryview(self._memory)
         # A cast to the native type makes each store one 8-byte write: readers never see half a number.

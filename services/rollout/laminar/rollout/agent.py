@@ -103,19 +103,11 @@ class Agent:
                 return
             log.info("registered", extra=fields(incarnation=joined, engine_pid=engine.pid))
             incarnation = Incarnation(self._settings, self._client, member, engine, self._graders, self._metrics)
-            async with asyncio.TaskGroup() as tasks:
-                stopper = tasks.create_task(self._stop_with(incarnation))
-                self._service.set_ready(True)
-                await incarnation.run(self._service.stopping)
-                stopper.cancel()
+            self._service.set_ready(True)
+            await incarnation.run(self._service.stopping)
         finally:
             self._service.set_ready(False, "the engine is being replaced")
             await engine.kill()
-
-    async def _stop_with(self, incarnation: Incarnation) -> None:
-        await incarnation.stop_asked.wait()
-        log.info("the pool asks to stop")
-        self._service.stop()
 
 
 def _reasons(group: BaseExceptionGroup[BaseException], *, named: bool = True) -> str:

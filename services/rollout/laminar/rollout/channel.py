@@ -98,10 +98,10 @@ class BlockingChannel(Generic[Received]):
             self._fill()
         return message
 
-    def receive_ready(self) -> Received | None:
-        """The next message if one has arrived, else None at once."""
+    def receive_ready(self, wait_s: float = 0.0) -> Received | None:
+        """The next message; None if none arrives within `wait_s` (by default: has arrived)."""
         message = self._take()
-        while message is None and select.select([self._socket], [], [], 0)[0]:
+        while message is None and select.select([self._socket], [], [], wait_s)[0]:
             self._fill()
             message = self._take()
         return message

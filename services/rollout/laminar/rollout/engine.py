@@ -32,8 +32,11 @@ from laminar.rollout.engine_messages import (
 )
 from laminar.shell.process import child_environment, kill_tree
 from laminar.wire.codec import frame
+from laminar.wire.spec import EngineType
 
 TORCH_ENGINE = "laminar.rollout.torch_engine"
+ENGINES = {EngineType.TORCH: TORCH_ENGINE, EngineType.EMULATED: "laminar.rollout.emulated_engine"}
+"""Modules; each runs in a process of its own."""
 _DECODER = msgspec.msgpack.Decoder(EngineEvent)
 
 

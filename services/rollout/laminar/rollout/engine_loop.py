@@ -33,14 +33,11 @@ from laminar.rollout.engine_messages import (
     Progress,
     Resume,
 )
+from laminar.rollout.loading import failed, load_version
 from laminar.rollout.model import build_model
 from laminar.rollout.model_folder import ModelFolderError
-from laminar.rollout.weights import TornLoad, UnfitVersion, WeightLoader
-from laminar.shell.fetching import Sources, fetch_version
-from laminar.shell.handoff import SlotReused, VersionGone
-from laminar.shell.transport import PeerLost
+from laminar.rollout.weights import WeightLoader
 from laminar.wire.codec import num_items
-from laminar.wire.manifest import ManifestError
 
 log = logging.getLogger(__name__)
 
@@ -109,35 +106,14 @@ class Engine:
             self._channel.send(Progress(blocks=blocks, ended=ended, load=self._decoder.load, paused=self._paused))
 
     def _load(self, command: Load) -> LoadResult:
-        begin_s = time.monotonic()
         if self._decoder.busy:
-            return _failed(command, LoadStatus.REFUSED, "requests are running")
-        try:
-            sources = Sources(command.handoff_kind, command.handoff, tuple(command.relays))
-            with fetch_version(sources, command.token, command.job_uid, command.version, command.deadline_s) as source:
-                digest = source.manifest.digest
-                if command.digest not in ("", digest):
-                    detail = f"the relay holds digest {digest}, the pool knows {command.digest}"
-                    return _failed(command, LoadStatus.REFUSED, detail)
-                copy_begin_s = time.monotonic()
-                weights_bytes = self._loader.load(source.manifest.tensors, source)
-        except (VersionGone, PeerLost, SlotReused, OSError) as error:
-            return _failed(command, LoadStatus.UNAVAILABLE, str(error))
-        except (UnfitVersion, ManifestError) as error:
-            return _failed(command, LoadStatus.REFUSED, str(error))
-        except TornLoad as error:
+            return failed(command, LoadStatus.REFUSED, "requests are running")
+        result = load_version(command, self._loader.load)
+        if result.status is LoadStatus.LOADED:
+            self._live = command.version
+        elif result.status is LoadStatus.STALE:
             self._live = None
-            return _failed(command, LoadStatus.STALE, str(error))
-        self._live = command.version
-        now_s = time.monotonic()
-        return LoadResult(
-            version=command.version, status=LoadStatus.LOADED, digest=digest, load_s=now_s - begin_s,
-            copy_s=now_s - copy_begin_s, weights_bytes=weights_bytes,
-        )  # fmt: skip
-
-
-def _failed(command: Load, status: LoadStatus, detail: str) -> LoadResult:
-    return LoadResult(version=command.version, status=status, detail=detail)
+        return result
 
 
 def serve(descriptor: int, started_s: float) -> int:

@@ -10,6 +10,8 @@ from enum import StrEnum
 
 import msgspec
 
+from laminar.core.lengths import Lengths, Lognormal, Recorded
+from laminar.core.roofline import Serving
 from laminar.wire.links import HandOff
 
 
@@ -44,6 +46,25 @@ class LoadState(msgspec.Struct, frozen=True, kw_only=True):
     kv_capacity_tokens: int = 0
     generated_tokens: int = 0
     """Since the engine's start."""
+    late_s: float = 0.0
+    """Emulated engines: by how much the latest event since the last message was handled too late."""
+
+
+class EmulatedMachine(msgspec.Struct, frozen=True, kw_only=True):
+    """What an emulated engine stands for. Lengths and rates count its own tokens, `token_grain` for each of ours."""
+
+    serving: Serving
+    time_scale: float
+    token_grain: int
+    lognormal: Lognormal | None = None
+    """Exactly one of the two is there."""
+    recorded: Recorded | None = None
+
+    @property
+    def lengths(self) -> Lengths:
+        lengths = self.lognormal or self.recorded
+        assert lengths is not None, "an emulated engine without lengths"
+        return lengths
 
 
 # Agent to engine.
@@ -56,6 +77,8 @@ class Begin(Tagged, frozen=True, kw_only=True):
     max_running: int
     max_length: int
     """Prompt and response together, in tokens."""
+    emulated: EmulatedMachine | None = None
+    """For the emulated engine."""
 
 
 class Load(Tagged, frozen=True, kw_only=True):

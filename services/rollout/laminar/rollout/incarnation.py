@@ -1,11 +1,11 @@
 """One incarnation of a replica: an engine, the samples granted to it, and the loops that tie them to the pool.
 
     loop          waits for                              changes
-    engine        events of the engine                   book (tokens, ends), live version
-    lease         the last end, told to the pool         book (grants), engine (load, add)
-    flush         news in the book                       the pool; book (what is durable)
-    commands      the pool, on its own connection        book (adopt, cancel)
-    grades        the graders' results                   book
+    engine        events of the engine                   assignments (tokens, ends), live version
+    lease         the last end, told to the pool         assignments (grants), engine (load, add)
+    flush         news in the assignments                the pool; assignments (what is durable)
+    commands      the pool, on its own connection        assignments (adopt, cancel)
+    grades        the graders' results                   assignments
     heartbeat     one second                             nothing
 
 Life: starting -> (loading -> idle -> running)* -> ended, by whatever raises first: EngineExited, Superseded (the pool's
@@ -19,7 +19,7 @@ import logging
 from collections.abc import Sequence
 from typing import assert_never
 
-from laminar.rollout.book import Book, Who
+from laminar.rollout.assignments import Assignments, Who
 from laminar.rollout.engine import Engine, EngineExited
 from laminar.rollout.engine_messages import (
     Begin,
@@ -66,8 +66,11 @@ LOAD_LIMIT_S = 120.0
 AFTER_FAILURE_S = 0.5
 AFTER_END_S = 2.0
 """The pool needs nothing more; a moved sample or an evaluation may still come."""
+GOODBYE_LIMIT_S = 1.0
 PAUSE_LIMIT_S = 3.0
 FLUSH_LIMIT_S = 3.0
+GRADES_LIMIT_S = 1.0
+"""Most rewards take milliseconds; a slow one begins again elsewhere. These four stay below STOP_GRACE_S together."""
 
 
 class Fenced(RuntimeError):
@@ -84,7 +87,7 @@ class Incarnation:
         self._settings, self._client, self._member = settings, client, member
         self._engine, self._graders, self._metrics = engine, graders, metrics
         self._slot = settings.common.slot
-        self._book = Book(Who(self._slot, member.incarnation))
+        self._assigned = Assignments(Who(self._slot, member.incarnation))
         self._state = MemberState.STARTING
         self._note = ""
         self._live: int | None = None
@@ -94,15 +97,13 @@ class Incarnation:
         self._all_ended = asyncio.Event()
         self._all_ended.set()
         self._news, self._results, self._engine_paused = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._stop_asked = asyncio.Event()
-
-    @property
-    def stop_asked(self) -> asyncio.Event:
-        """Set when the pool has told this replica to stop."""
-        return self._stop_asked
 
     async def run(self, leave: asyncio.Event) -> None:
-        """Until `leave` is set: then leases nothing more, hands over what was generated, and returns."""
+        """Until `leave` is set: then drains and returns.
+
+        Draining: nothing more is taken on; what was generated is handed over, so that other replicas continue it; what
+        is being graded may end within GRADES_LIMIT_S. All of it fits in the 10 s that SIGTERM leaves.
+        """
         async with asyncio.TaskGroup() as tasks:
             last_beat = asyncio.Event()
             beating = tasks.create_task(self._member.heartbeat_loop(self._heartbeat, until=last_beat), name="heartbeat")
@@ -126,6 +127,7 @@ class Incarnation:
             model_folder=str(self._settings.model_folder),
             max_running=self._settings.max_running,
             max_length=self._settings.max_length,
+            emulated=self._settings.emulated,
         )
         try:
             async with asyncio.timeout(START_LIMIT_S):
@@ -156,9 +158,9 @@ class Incarnation:
 
     def _take(self, progress: Progress) -> None:
         for block in progress.blocks:
-            self._book.append(block)
+            self._assigned.append(block)
         for ended in progress.ended:
-            if (task := self._book.end(ended)) is not None:
+            if (task := self._assigned.end(ended)) is not None:
                 self._graders.submit(task)
         self._metrics.engine_load(progress.load)
         if progress.paused:
@@ -166,18 +168,18 @@ class Incarnation:
         self._changed()
 
     def _changed(self) -> None:
-        """After every change of the book: wakes those who wait for it, and keeps it bounded."""
-        if self._book.num_unacknowledged:
+        """After every change of the assignments: wakes those who wait for it, and keeps them bounded."""
+        if self._assigned.num_unacknowledged:
             self._all_ended.clear()
         else:
             self._all_ended.set()
         if self._state in (MemberState.IDLE, MemberState.RUNNING):
-            self._state = MemberState.RUNNING if self._book.num_generating else MemberState.IDLE
-        if self._book.has_results:
+            self._state = MemberState.RUNNING if self._assigned.num_generating else MemberState.IDLE
+        if self._assigned.has_results:
             self._results.set()
-        if self._book.has_unsent:
+        if self._assigned.has_unsent:
             self._news.set()
-        self._set_paused(paused=self._book.wants_pause(paused=self._paused))
+        self._set_paused(paused=self._assigned.wants_pause(paused=self._paused))
 
     def _set_paused(self, *, paused: bool) -> None:
         if paused == self._paused:
@@ -216,7 +218,7 @@ class Incarnation:
     def _admit(self, version: int, groups: Sequence[GroupGrant], temperature: float) -> None:
         """One version a trajectory: what is to be generated with another version than the live one is handed back."""
         decline = "" if version == self._live else f"version {version} was asked for, {self._live} is loaded"
-        admission = self._book.admit(groups, temperature, decline=decline)
+        admission = self._assigned.admit(groups, temperature, decline=decline)
         self._engine.abort(admission.aborts)
         self._engine.add(admission.requests)
         for task in admission.gradings:
@@ -271,7 +273,7 @@ class Incarnation:
                 async with asyncio.timeout_at(next_append_s):
                     await self._results.wait()
                     # Whoever has nothing left to generate waits for nothing more.
-                    if self._book.num_generating:
+                    if self._assigned.num_generating:
                         await asyncio.sleep(COALESCE_S)
             except TimeoutError:
                 pass  # nothing has ended for a second: the tokens alone
@@ -284,12 +286,12 @@ class Incarnation:
 
     async def _flush(self, *, everything: bool, deadline_s: float | None = None) -> bool:
         """One call, if there is anything to say; False if there was not."""
-        call = self._book.next_call(everything=everything)
+        call = self._assigned.next_call(everything=everything)
         if call is None:
             return False
         reply = await self._client.post_msgpack("/v1/progress", call, ProgressReply, deadline_s=deadline_s)
         self._metrics.progress(reply)
-        self._engine.abort(self._book.settle(call, reply))
+        self._engine.abort(self._assigned.settle(call, reply))
         return True
 
     async def _command_loop(self) -> None:
@@ -309,12 +311,10 @@ class Incarnation:
             case CommandKind.ADOPT:
                 self._admit(command.version, command.groups, self._settings.temperature)
             case CommandKind.CANCEL:
-                self._engine.abort(self._book.cancel(command.ids, command.terms))
+                self._engine.abort(self._assigned.cancel(command.ids, command.terms))
                 self._changed()
             case CommandKind.FENCE:
                 raise Fenced(command.reason or "fenced by the pool")
-            case CommandKind.STOP:
-                self._stop_asked.set()
             case _:
                 assert_never(command.kind)
 
@@ -322,7 +322,7 @@ class Incarnation:
         while True:
             item: GradeItem = await self._graders.results.get()
             self._metrics.graded(item)
-            self._book.grade(item)
+            self._assigned.grade(item)
             self._changed()
 
     def _heartbeat(self) -> Heartbeat:
@@ -339,20 +339,36 @@ class Incarnation:
         self._state = MemberState.DRAINING
         flushing.cancel()
         try:
+            await self._client.post_json("/v1/heartbeat", self._heartbeat(), HeartbeatReply, deadline_s=GOODBYE_LIMIT_S)
             if started:
                 self._engine.pause()
                 async with asyncio.timeout(PAUSE_LIMIT_S):
                     await self._engine_paused.wait()
             async with asyncio.timeout(FLUSH_LIMIT_S):
-                while await self._flush(everything=True, deadline_s=FLUSH_LIMIT_S):
-                    continue
+                await self._flush_all()
+            await self._await_grades()
         except (TimeoutError, Unreachable, Refused) as error:
-            unsent_bytes = self._book.unsent_bytes
+            unsent_bytes = self._assigned.unsent_bytes
             log.warning("left without the pool's answer", extra=fields(reason=error, unsent_bytes=unsent_bytes))
+
+    async def _flush_all(self) -> None:
+        while await self._flush(everything=True, deadline_s=FLUSH_LIMIT_S):
+            continue
+
+    async def _await_grades(self) -> None:
+        """What is not graded in time is graded again elsewhere."""
+        try:
+            async with asyncio.timeout(GRADES_LIMIT_S):
+                while self._assigned.num_grading:
+                    await self._results.wait()
+                    self._results.clear()
+                    await self._flush_all()
+        except TimeoutError:
+            log.info("responses are left to other graders", extra=fields(number=self._assigned.num_grading))
 
     async def _say_goodbye(self) -> None:
         self._state = MemberState.STOPPED
         try:
-            await self._client.post_json("/v1/heartbeat", self._heartbeat(), HeartbeatReply, deadline_s=1.0)
+            await self._client.post_json("/v1/heartbeat", self._heartbeat(), HeartbeatReply, deadline_s=GOODBYE_LIMIT_S)
         except (Unreachable, Refused) as error:
             log.info("nobody heard the goodbye", extra=fields(reason=error))

@@ -5,10 +5,11 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from laminar.rollout.engine_messages import LoadResult, LoadState, LoadStatus
-from laminar.wire.dataplane import GradeItem, ProgressReply, Verdict
+from laminar.wire.dataplane import GradeItem, Outcome, ProgressReply
 from laminar.wire.messages import EngineLoad
 
 _LOAD_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
+_LATE_BUCKETS_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1)
 
 
 class RolloutMetrics:
@@ -24,6 +25,10 @@ class RolloutMetrics:
         self._load_s = Histogram(
             "laminar_rollout_load_seconds", "Load of weights, from the command to the end of the copy",
             registry=registry, buckets=_LOAD_BUCKETS_S,
+        )  # fmt: skip
+        self._late_s = Histogram(
+            "laminar_rollout_engine_late_seconds", "Lateness of an emulated engine's events, the worst of each message",
+            registry=registry, buckets=_LATE_BUCKETS_S,
         )  # fmt: skip
         self._refused = Counter(
             "laminar_rollout_refused", "Items that the pool refused", ["verdict"], registry=registry
@@ -53,6 +58,8 @@ class RolloutMetrics:
         self._waiting.set(load.waiting)
         self._kv_used.set(load.kv_used_tokens)
         self._kv_capacity.set(load.kv_capacity_tokens)
+        if state.late_s:
+            self._late_s.observe(state.late_s)
         self.load = load
 
     def loaded(self, result: LoadResult) -> None:
@@ -65,7 +72,7 @@ class RolloutMetrics:
 
     def progress(self, reply: ProgressReply) -> None:
         for item in (*reply.appends, *reply.finishes, *reply.grades):
-            if item.verdict is not Verdict.OK:
+            if item.verdict is not Outcome.OK:
                 self._refused.labels(item.verdict.value).inc()
 
     def graded(self, item: GradeItem) -> None:

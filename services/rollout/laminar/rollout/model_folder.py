@@ -27,11 +27,3 @@ def tokenizer_path(folder: Path) -> Path:
     if not path.is_file():
         raise ModelFolderError(f"{folder} has no tokenizer.json")
     return path
-
-
-def local_folder(source: str) -> Path:
-    """The folder of a resolved `file:/...` source. Raises ModelFolderError for any other source."""
-    path = Path(source.removeprefix("file:"))
-    if not source.startswith("file:") or not path.is_absolute():
-        raise ModelFolderError(f"the model source {source!r} is not a resolved folder (file:/...)")
-    return path

@@ -10,29 +10,14 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
+from laminar.rollout.loading import TornLoad, UnfitVersion, WeightsSource
 from laminar.shell.handoff import SlotReused
 from laminar.wire.manifest import TensorEntry
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-
-
-class WeightsSource(Protocol):
-    """A version in the relay's memory (`laminar.shell.handoff.WeightsMap`)."""
-
-    def tensor(self, name: str) -> memoryview: ...
-    def check(self) -> None: ...
-
-
-class UnfitVersion(ValueError):
-    """The version does not fit the model; nothing was overwritten."""
-
-
-class TornLoad(RuntimeError):
-    """The copy failed after the first overwritten tensor: the weights are a mixture."""
 
 
 @dataclass(frozen=True, slots=True)

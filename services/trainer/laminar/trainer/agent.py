@@ -3,7 +3,8 @@
     start -> (torchrun runs | heartbeats) -> torchrun ends -> everything below it is killed -> exit with its result
 
 It ends when torchrun ends, when it is asked to stop (SIGTERM goes to the ranks, which finish their step and save a
-checkpoint), or when the pool says that a newer attempt or life exists (the whole group is killed).
+checkpoint), when the pool says that a newer attempt or life exists, or when the ranks do not get on any more
+(laminar.core.progress); in the last two cases the whole group is killed.
 """
 
 from __future__ import annotations
@@ -13,24 +14,28 @@ import logging
 import os
 import signal
 import sys
+from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
 
+from laminar.core.progress import GroupWatch, Hang
 from laminar.shell.calls import Conflict, Superseded, Unknown, Unreachable
 from laminar.shell.client import PoolClient
 from laminar.shell.logs import fields
 from laminar.shell.member import Member
 from laminar.shell.memory import available_memory_bytes
-from laminar.shell.process import become_subreaper, descendants, kill_descendants
+from laminar.shell.process import become_subreaper, descendants, kill_descendants, stopped_descendants
 from laminar.shell.service import Service
 from laminar.shell.settings import Common
 from laminar.trainer import launcher
 from laminar.trainer.exit_note import ExitNote
 from laminar.trainer.failures import EXIT_CRASH, EXIT_SUPERSEDED, TrainerFailure, paragraph
 from laminar.trainer.model_folder import inspect, require_memory
-from laminar.trainer.settings import TrainerSettings, model_folder
+from laminar.trainer.pulse import Board
+from laminar.trainer.settings import TrainerSettings
 from laminar.wire.messages import Heartbeat, MemberState, Register, Role
-from laminar.wire.spec import LaminarJob
+from laminar.wire.sources import local_path
+from laminar.wire.spec import LaminarJob, TrainerType
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +59,7 @@ class Agent:
         self._state = MemberState.STARTING
         self._superseded = asyncio.Event()
         self._ended = asyncio.Event()
+        self._hang: Hang | None = None
         self._last_words = ""
 
     async def run(self) -> int:
@@ -72,8 +78,9 @@ class Agent:
         """torchrun from start to end, then the process's end."""
         code = EXIT_CRASH
         try:
-            folder = await asyncio.to_thread(inspect, model_folder(self._job))
-            require_memory(folder, self._job.spec.trainer.replicas, available_memory_bytes())
+            if self._job.spec.trainer.type is TrainerType.TORCH:
+                folder = await asyncio.to_thread(inspect, local_path(self._job.spec.model.source))
+                require_memory(folder, self._job.spec.trainer.replicas, available_memory_bytes())
             code = await self._run_torchrun()
         except TrainerFailure as error:
             code, self._last_words = error.exit_code, paragraph(error)
@@ -89,22 +96,35 @@ class Agent:
     async def _run_torchrun(self) -> int:
         common, attempt = self._settings.common, self._settings.attempt
         ExitNote.clear(common.dir, attempt)
-        process = await asyncio.create_subprocess_exec(
-            *launcher.command(self._settings, self._job.spec.trainer.replicas),
-            env=launcher.environment(),
-            start_new_session=True,
-        )
-        log.info("torchrun started", extra=fields(pid=process.pid, attempt=attempt))
-        self._state = MemberState.RUNNING
-        self._service.set_ready(True)
-        async with asyncio.TaskGroup() as tasks:
-            reaper = tasks.create_task(process.wait())
-            watcher = tasks.create_task(self._end_early(process))
-            while not reaper.done():
-                self._service.progress(LOOP)
-                await asyncio.wait([reaper], timeout=PULSE_S)
-            watcher.cancel()
+        trainer = self._job.spec.trainer
+        num_processes = trainer.replicas if trainer.type is TrainerType.TORCH else 1
+        with closing(Board(num_processes)) as board:
+            process = await asyncio.create_subprocess_exec(
+                *launcher.command(self._settings, trainer),
+                env=launcher.environment(board.path),
+                start_new_session=True,
+            )
+            log.info("group started", extra=fields(pid=process.pid, attempt=attempt))
+            self._state = MemberState.RUNNING
+            self._service.set_ready(True)
+            async with asyncio.TaskGroup() as tasks:
+                reaper = tasks.create_task(process.wait())
+                watcher = tasks.create_task(self._end_early(process))
+                await self._watch(reaper, board)
+                watcher.cancel()
         return self._exit_code(reaper.result())
+
+    async def _watch(self, reaper: asyncio.Task[int], board: Board) -> None:
+        """Until torchrun has ended; a group that hangs is killed, and so it ends."""
+        watch, clock = GroupWatch(), asyncio.get_running_loop().time
+        while not reaper.done():
+            self._service.progress(LOOP)
+            hang = watch.look(clock(), board.read(), stopped_descendants(os.getpid()))
+            if hang is not None and self._hang is None:
+                self._hang = hang
+                log.error("the group hangs and is killed", extra=fields(reason=hang.reason))
+                kill_descendants()
+            await asyncio.wait([reaper], timeout=PULSE_S)
 
     async def _end_early(self, process: asyncio.subprocess.Process) -> None:
         """Stops the group when asked to, kills it when superseded or late."""
@@ -128,6 +148,9 @@ class Agent:
         if note is not None:
             self._last_words = note.text
             return note.code
+        if self._hang is not None:
+            self._last_words = f"The trainer's ranks hung and were killed: {self._hang.reason}."
+            return EXIT_CRASH
         if self._service.stopping.is_set():
             return 0
         code = torchrun_code if torchrun_code >= 0 else 128 - torchrun_code

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from laminar.core.groups import LAMINAR_ADVANTAGES, AdvantageRule, advantages
+from laminar.core.samples import ToolSpan
 from laminar.wire.dataplane import BatchGroup
 
 TOKENS_DTYPE = np.dtype("<i4")
@@ -27,12 +28,28 @@ LOGPROBS_DTYPE = np.dtype("<f4")
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One response that is in the loss. Arrays: `prompt` int32 [p], `response` int32 [n], `behaviour` float32 [n]."""
+    """One response that is in the loss, except its `tools`: tokens that no model chose, which are context only.
+
+    Arrays: `prompt` int32 [p], `response` int32 [n], `behaviour` float32 [n].
+    """
 
     prompt: npt.NDArray[np.int32]
     response: npt.NDArray[np.int32]
     behaviour: npt.NDArray[np.float32]
     advantage: float
+    tools: tuple[ToolSpan, ...] = ()
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return len(self.response) - sum(span.length for span in self.tools)
+
+    @property
+    def is_trained(self) -> npt.NDArray[np.bool_]:
+        """bool [n]: the tokens in the loss."""
+        trained = np.ones(len(self.response), np.bool_)
+        for span in self.tools:
+            trained[span.start : span.start + span.length] = False
+        return trained
 
 
 Row = Sequence[tuple[Trajectory, float]]
@@ -61,8 +78,9 @@ def trajectories(group: BatchGroup, rule: AdvantageRule = LAMINAR_ADVANTAGES) ->
         behaviour = np.frombuffer(sample.logprobs, dtype=LOGPROBS_DTYPE)
         if len(response) != len(behaviour):
             raise ValueError(f"sample {sample.id}: {len(response)} tokens but {len(behaviour)} log-probs")
-        if len(response):
-            found.append(Trajectory(prompt, response, behaviour, advantage))
+        trajectory = Trajectory(prompt, response, behaviour, advantage, tuple(sample.tools))
+        if trajectory.num_loss_tokens:
+            found.append(trajectory)
     return found
 
 
@@ -81,7 +99,7 @@ class MicroBatch:
     sources: Tensor
     """int64 [n]: what predicts each token, as row * (width - first) + column - first."""
     targets: Tensor
-    """int64 [n]: the response tokens."""
+    """int64 [n]: the response tokens in the loss."""
     behaviour: Tensor
     advantages: Tensor
     weights: Tensor
@@ -108,18 +126,20 @@ def micro_batch(rows: Sequence[Row]) -> MicroBatch:
             positions[number, start:end] = np.arange(len(prompt), len(prompt) + end - start)
             response[number, start:end] = index
             columns = np.concatenate(([len(prompt) - 1], np.arange(start, end)))
-            sources.append(number * (width - first) + columns - first)
+            sources.append((number * (width - first) + columns - first)[item.is_trained])
     shared = any(len(row) > 1 for row in rows)
     items = [pair for row in rows for pair in row]
-    lengths = [len(item.response) for item, _ in items]
+    lengths = [item.num_loss_tokens for item, _ in items]
     return MicroBatch(
         tokens=torch.from_numpy(tokens),
         positions=torch.from_numpy(positions) if shared else None,
         visible=_visible(torch.from_numpy(response)) if shared else None,
         first=first,
         sources=torch.from_numpy(np.concatenate(sources)),
-        targets=torch.from_numpy(np.concatenate([item.response for item, _ in items]).astype(np.int64)),
-        behaviour=torch.from_numpy(np.concatenate([item.behaviour for item, _ in items])),
+        targets=torch.from_numpy(
+            np.concatenate([item.response[item.is_trained] for item, _ in items]).astype(np.int64)
+        ),
+        behaviour=torch.from_numpy(np.concatenate([item.behaviour[item.is_trained] for item, _ in items])),
         advantages=_spread([item.advantage for item, _ in items], lengths),
         weights=_spread([weight for _, weight in items], lengths),
     )

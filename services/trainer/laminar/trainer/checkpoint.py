@@ -7,12 +7,7 @@ numbers, so nothing else is needed to continue bit for bit. A checkpoint can be 
 
 from __future__ import annotations
 
-import logging
-import shutil
-import time
-from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,18 +19,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_loader import load  # pyright: ignore[reportUnknownVariableType]
 from torch.distributed.checkpoint.state_dict_saver import async_save  # pyright: ignore[reportUnknownVariableType]
 
-from laminar.shell.logs import fields
-from laminar.trainer import checkpoint_folder
-from laminar.trainer.background import Background
-from laminar.trainer.books import Books
-from laminar.trainer.failures import InputFailure, StorageFailure, paragraph
+from laminar.trainer.failures import InputFailure, paragraph
 from laminar.trainer.learner import Learner
-from laminar.trainer.ranks import Ranks
-from laminar.wire.messages import CheckpointInfo, ResumePoint
+from laminar.trainer.saving import WaitWritten
 
-log = logging.getLogger(__name__)
-
-SAVE_DEADLINE_S = 600.0
 MODEL_PREFIX = "model."
 """Of the names in a checkpoint that are weights."""
 
@@ -67,34 +54,6 @@ def restore(learner: Learner, folder: Path) -> int:
     return int(cast("Tensor", state["trainer"]["step"]).item())
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What to restore (None: start from the model) and how many better checkpoints were damaged."""
-
-    checkpoint: CheckpointInfo | None
-    num_damaged: int = 0
-
-
-def choose(root: Path, resume: ResumePoint) -> Choice:
-    """The best undamaged checkpoint. Raises InputFailure if there were some and all are damaged."""
-    problems: list[str] = []
-    for info in checkpoint_folder.candidates(resume):
-        problem = checkpoint_folder.verify(root / info.path, info.manifest)
-        if not problem:
-            return Choice(info, len(problems))
-        problems.append(problem)
-        log.error(
-            "a checkpoint is damaged; the next older one is tried",
-            extra=fields(checkpoint=info.path, problem=problem, num_damaged=len(problems)),
-        )
-    if problems:
-        raise InputFailure(
-            f"No kept checkpoint in {root} can be restored: {'; '.join(problems)}. Put the files back from a copy, or "
-            f"start the job anew (laminar run --fresh)."
-        )
-    return Choice(None)
-
-
 class CheckpointWriter(FileSystemWriter):
     """Refuses to make the checkpoints' folder: if it is gone, its volume is."""
 
@@ -108,89 +67,26 @@ class CheckpointWriter(FileSystemWriter):
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
 
 
-class Checkpointer:
-    """Owner: the training thread of each rank, which makes the same calls on all. One save at a time.
-
-    Rank 0 alone seals, registers and deletes. A failed save is reported to the pool and training goes on; after
-    `keep` of them in a row `check` raises.
-    """
-
-    def __init__(self, root: Path, attempt: int, keep: int, ranks: Ranks, make_books: Callable[[], Books]) -> None:
-        self._root = root
-        self._attempt = attempt
-        self._keep = keep
-        self._ranks = ranks
-        self._make_books = make_books
-        self._group: dist.ProcessGroup | None = ranks.side_channel()
-        self._written: Future[Any] | None = None
-        self._sealing: Background | None = None
-        self._failures: list[str] = []
-
-    def save(self, learner: Learner, step: int) -> float:
-        """Begins a save; returns the seconds that training stood still. Waits for the save before, if it still runs."""
-        started_s = time.monotonic()
-        self.finish()
-        folder = self._root / (checkpoint_folder.name_of(step, self._attempt) + checkpoint_folder.UNFINISHED)
-        written = async_save(  # pyright: ignore[reportUnknownVariableType]
+def save(learner: Learner, folder: Path, step: int, group: dist.ProcessGroup | None) -> WaitWritten:
+    """Copies the state to host memory and begins to write it; a collective of `group`."""
+    written = cast(
+        "Future[Any]",
+        async_save(
             cast("dict[str, Any]", training_state(learner, step)),
             storage_writer=CheckpointWriter(folder),
-            process_group=self._group,
+            process_group=group,
             no_dist=not dist.is_initialized(),
-        )
-        self._written = cast("Future[Any]", written)
-        if self._ranks.is_first:
-            self._sealing = Background("checkpoint", lambda: self._seal(folder, step, self._written))
-        return time.monotonic() - started_s
+        ),
+    )
 
-    def finish(self) -> None:
-        """Waits for the save that runs, if any. Raises what ended it, other than a failure to write."""
-        if self._written is not None:
-            self._written.exception(SAVE_DEADLINE_S)  # rank 0 reports a failed write; the others just go on
-            self._written = None
-        if self._sealing is not None:
-            self._sealing.join(SAVE_DEADLINE_S)
-            self._sealing = None
-
-    def check(self) -> None:
-        """Raises StorageFailure after `keep` failed saves in a row, and what ended the sealing thread."""
-        if self._sealing is not None:
-            self._sealing.check_if_ended()
-        if len(self._failures) >= self._keep:
-            raise StorageFailure(
-                f"The last {len(self._failures)} checkpoints could not be written to {self._root}, the latest because: "
-                f"{self._failures[-1]}. Training stops here, because all work since the last good checkpoint would be "
-                f"lost with the next failure. Free space on that volume or mount it again, then resume the run."
-            )
-
-    def _seal(self, folder: Path, step: int, written: Future[Any] | None) -> None:
-        assert written is not None
-        with self._make_books() as books:
-            ledger = books.ledger(step)
-            try:
-                written.result(SAVE_DEADLINE_S)
-                checkpoint_folder.write_synced(folder / checkpoint_folder.LEDGER, ledger)
-                info = checkpoint_folder.seal(folder, step, self._attempt)
-            except (CheckpointException, OSError) as error:
-                self._report_failure(books, folder, step, error)
-                return
-            reply = books.checkpoint_durable(info)
-            self._failures.clear()
-            log.info("checkpoint written", extra=fields(step=step, path=info.path))
-            for old in reply.removable:
-                self._remove(old)
-
-    def _report_failure(self, books: Books, folder: Path, step: int, error: BaseException) -> None:
-        reason = paragraph(_root_cause(error))
-        self._failures.append(reason)
-        log.error("checkpoint failed", extra=fields(step=step, reason=reason, in_a_row=len(self._failures)))
-        shutil.rmtree(folder, ignore_errors=True)  # what cannot be removed now goes at the next start
-        books.checkpoint_failed(step, reason)
-
-    def _remove(self, info: CheckpointInfo) -> None:
+    def wait_written(limit_s: float) -> None:
         try:
-            checkpoint_folder.remove(self._root, info)
-        except OSError as error:
-            log.warning("an old checkpoint stays", extra=fields(path=info.path, reason=error))
+            written.result(limit_s)
+        except CheckpointException as error:
+            cause = _root_cause(error)
+            raise cause if isinstance(cause, OSError) else OSError(paragraph(cause)) from error
+
+    return wait_written
 
 
 def _root_cause(error: BaseException) -> BaseException:

@@ -1,6 +1,6 @@
 """A checkpoint on disk: `step-N-attempt-M/`, sealed by a manifest with the hash of each file.
 
-    step-N-attempt-M.tmp/   shards, .metadata, ledger.msgpack   being written
+    step-N-attempt-M.tmp/   shards, .metadata, ledger.sqlite   being written
       -> every file fsynced, manifest.json written, fsynced -> renamed -> the parent folder fsynced
 
 A folder without `.tmp` is therefore whole; `verify` finds what the disk has done to it since. Which checkpoint is
@@ -11,21 +11,16 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import cast
 
-import xxhash
-
+from laminar.shell.sealed_folder import MANIFEST, NAME, hash_file, verify
 from laminar.wire.messages import CheckpointInfo, ResumePoint
 
-MANIFEST = "manifest.json"
-LEDGER = "ledger.msgpack"
-NAME = re.compile(r"step-\d+-attempt-\d+")
+__all__ = ["MANIFEST", "NAME", "hash_file", "verify"]
+
+LEDGER = "ledger.sqlite"
 UNFINISHED = ".tmp"
-READ_BYTES = 1 << 20
 
 
 def name_of(step: int, attempt: int) -> str:
@@ -49,15 +44,6 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def hash_file(path: Path) -> str:
-    """xxh3-128 of the file's bytes, hex. Raises OSError."""
-    state = xxhash.xxh3_128()
-    with path.open("rb") as stream:
-        while piece := stream.read(READ_BYTES):
-            state.update(piece)
-    return state.hexdigest()
-
-
 def seal(unfinished: Path, step: int, attempt: int) -> CheckpointInfo:
     """Makes a written folder durable and gives it its final name. Raises OSError, and then there is no final name."""
     hashes: dict[str, str] = {}
@@ -70,22 +56,6 @@ def seal(unfinished: Path, step: int, attempt: int) -> CheckpointInfo:
     unfinished.rename(final)
     sync(final.parent)
     return CheckpointInfo(step=step, attempt=attempt, path=final.name, manifest=hashes)
-
-
-def verify(folder: Path, hashes: Mapping[str, str] | None = None) -> str:
-    """What is wrong with a sealed checkpoint, naming the file; "" if nothing. No `hashes`: the folder's own."""
-    if not folder.is_dir():
-        return f"the folder {folder} is gone"
-    try:
-        expected = dict(hashes) if hashes else _read_manifest(folder / MANIFEST)
-        for name, digest in sorted(expected.items()):
-            if hash_file(folder / name) != digest:
-                return f"the file {folder / name} has changed since it was written"
-    except FileNotFoundError as error:
-        return f"the file {error.filename} is missing"
-    except (OSError, ValueError) as error:
-        return f"{folder / MANIFEST} or a file it names cannot be read: {error}"
-    return ""
 
 
 def remove_unfinished(root: Path) -> None:
@@ -113,10 +83,3 @@ def candidates(resume: ResumePoint) -> list[CheckpointInfo]:
     first = resume.checkpoint
     older = [info for info in resume.kept if info.step < first.step]
     return [first, *sorted(older, key=lambda info: (-info.step, -info.attempt))]
-
-
-def _read_manifest(path: Path) -> dict[str, str]:
-    parsed: object = json.loads(path.read_text())
-    if not isinstance(parsed, dict):
-        raise ValueError(f"{path} is not a JSON object")
-    return cast("dict[str, str]", parsed)

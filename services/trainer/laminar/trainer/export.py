@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load  # pyright: igno
 from laminar.trainer import checkpoint_folder
 from laminar.trainer.checkpoint import MODEL_PREFIX
 from laminar.trainer.failures import InputFailure, TrainerFailure, paragraph
-from laminar.trainer.model_folder import WEIGHT_SUFFIXES, ModelFolder, inspect
+from laminar.trainer.model_folder import WEIGHT_SUFFIXES, ModelFolder, inspect, put_in_place
 from laminar.trainer.policy import wire_dtype
 
 WEIGHTS = "model.safetensors"
@@ -44,16 +44,7 @@ def write_model(out: Path, source: ModelFolder, tensors: Mapping[str, Tensor]) -
                 shutil.copyfile(file, unfinished / file.name)
         contents = {name: tensor.to(wire_dtype(tensor, source)).contiguous() for name, tensor in tensors.items()}
         save_file(contents, unfinished / WEIGHTS, metadata={"format": "pt"})
-        for file in unfinished.iterdir():
-            checkpoint_folder.sync(file)
-        if out.exists():
-            old = unfinished.with_suffix(".old")
-            out.rename(old)
-            unfinished.rename(out)
-            shutil.rmtree(old)
-        else:
-            unfinished.rename(out)
-        checkpoint_folder.sync(out.parent)
+        put_in_place(unfinished, out)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise

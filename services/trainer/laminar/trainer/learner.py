@@ -100,7 +100,7 @@ class Learner:
 
     def _update(self, groups: Sequence[Sequence[Trajectory]], sums: StepSums) -> None:
         ranks, rule = self.policy.ranks, self.plan.rule
-        lengths = [len(item.response) for items in groups for item in items]
+        lengths = [item.num_loss_tokens for items in groups for item in items]
         num_tokens, num_sequences = ranks.sum([sum(lengths), len(lengths)])
         if not num_tokens:
             return  # every group has equal rewards: nothing to learn, and AdamW's moments must not decay for it

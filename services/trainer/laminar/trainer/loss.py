@@ -50,7 +50,7 @@ class Totals:
 
 
 def sequence_weights(lengths: Sequence[int], rule: LossRule, totals: Totals) -> list[float]:
-    """Weight of each token of a sequence, for sequences of these response lengths (each at least 1)."""
+    """Weight of each token of a sequence, for sequences with so many tokens in the loss (each at least 1)."""
     match rule.normalisation:
         case Normalisation.TOKENS:
             return [1.0 / totals.num_tokens] * len(lengths)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, cast
 
+from laminar.trainer import checkpoint_folder
 from laminar.trainer.failures import InputFailure
 from laminar.wire.manifest import DTYPE_BYTES
 
@@ -64,6 +66,20 @@ def inspect(path: Path) -> ModelFolder:
     if dtype not in WIRE_DTYPES:
         raise InputFailure(f"{config_path} has dtype {dtype!r}; the trainer publishes {', '.join(WIRE_DTYPES)}.")
     return ModelFolder(path, sum(_num_parameters(file) for file in weights), WIRE_DTYPES[dtype])
+
+
+def put_in_place(unfinished: Path, out: Path) -> None:
+    """A written folder becomes `out`, durably; an older `out` is replaced. Raises OSError."""
+    for file in unfinished.iterdir():
+        checkpoint_folder.sync(file)
+    if out.exists():
+        old = unfinished.with_suffix(".old")
+        out.rename(old)
+        unfinished.rename(out)
+        shutil.rmtree(old)
+    else:
+        unfinished.rename(out)
+    checkpoint_folder.sync(out.parent)
 
 
 def require_memory(folder: ModelFolder, ranks: int, available_bytes: int) -> None:

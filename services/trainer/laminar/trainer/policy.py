@@ -66,11 +66,11 @@ class Policy:
     def __init__(self, module: nn.Module, ranks: Ranks) -> None:
         self.module = module.eval()
         self.ranks = ranks
-        if ranks.size > 1:
-            shard(module, ranks)
         self._width = int(getattr(cast("CausalModel", module).config.get_text_config(), "hidden_size", 0))
         self._shares_prompts = self._shared_rows_agree()
         log.info("responses of a group %s one copy of the prompt", "share" if self._shares_prompts else "do not share")
+        if ranks.size > 1:
+            shard(module, ranks)  # after the question above: FSDP would leave parameters gathered after a lone forward
 
     @classmethod
     def load(cls, folder: ModelFolder, ranks: Ranks) -> Policy:
@@ -133,7 +133,7 @@ class Policy:
         return token_logprobs(logits, batch.sources, batch.targets, temperature)
 
     def _shared_rows_agree(self) -> bool:
-        """Whether two responses in one row get the log-probs that each has in a row of its own. Collective.
+        """Whether two responses in one row get the log-probs that each has in a row of its own.
 
         Asked of the model itself: architectures differ in whether they follow a mask of ours (windows, ALiBi, state
         spaces), and a wrong gradient would look like bad learning.

@@ -3,6 +3,7 @@
     training thread   buffer() -> copy the weights -> submit()          (the only time training stands still)
     publisher thread  reserve -> hash -> hand over to the master -> wait until visible -> wait for the next
                                   ^ again, the same bytes, when the epoch or the master changes
+    lookout thread                ends a hand-over to a master that is master no longer (laminar.trainer.lookout)
 
 A visible version is still offered to every new master: if all relays that held it die together, nobody else has it,
 and replicas would wait for it for ever.
@@ -22,10 +23,11 @@ from typing import Protocol
 
 from laminar.shell.handover import HandedOver, HandOverRefused, best_chunk_bytes, hand_over
 from laminar.shell.logs import fields
-from laminar.shell.transport import PeerLost
+from laminar.shell.transport import Dial, PeerLost
 from laminar.trainer.background import Background
 from laminar.trainer.books import Books
 from laminar.trainer.failures import AttemptSuperseded, InputFailure, TrainerFailure
+from laminar.trainer.lookout import Lookout, Route
 from laminar.wire.links import OfferVerdict
 from laminar.wire.manifest import Manifest, TensorEntry, layout_bytes, make_manifest
 
@@ -48,7 +50,7 @@ class HandOver(Protocol):
 
     def __call__(
         self, address: str, token: str, job_uid: str, attempt: int, manifest: Manifest, chunks: bytearray,
-        deadline_s: float,
+        deadline_s: float, *, dial: Dial,
     ) -> HandedOver: ...  # fmt: skip
 
 
@@ -56,8 +58,9 @@ class AskChunkBytes(Protocol):
     """`laminar.shell.handover.best_chunk_bytes`."""
 
     def __call__(
-        self, address: str, token: str, job_uid: str, attempt: int, weights_bytes: int, deadline_s: float
-    ) -> int: ...
+        self, address: str, token: str, job_uid: str, attempt: int, weights_bytes: int, deadline_s: float, *,
+        dial: Dial,
+    ) -> int: ...  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +76,6 @@ class Sender:
 class Publication:
     step: int
     buffer: bytearray
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    epoch: int
-    master: str
-    """host:port; empty: there is no master yet."""
 
 
 class Publisher:
@@ -113,6 +109,7 @@ class Publisher:
         self._visible_step: int | None = None
         self._submitted_step: int | None = None
         self._closing = False
+        self._lookout = Lookout(make_books)
         self._thread = Background("publisher", self._run, self._wake)
 
     def buffer(self) -> bytearray:
@@ -150,6 +147,7 @@ class Publisher:
             self._closing = True
             self._changed.notify_all()
         self._thread.join(timeout_s)
+        self._lookout.close()
 
     def _wait(self, condition: Callable[[], bool], deadline_s: float | None) -> bool:
         """Under the lock: until `condition` holds (True) or the deadline has passed (False). Raises as `check`."""
@@ -180,10 +178,10 @@ class Publisher:
 
     def _deliver(self, books: Books, publication: Publication) -> None:
         reserved = books.reserve(publication.step, self._parent)
-        self._plan_chunks(reserved.master)
+        route, held_by = Route(reserved.epoch, reserved.master), None
+        self._plan_chunks(reserved.version, route)
         manifest = self._manifest(publication, reserved.version)
         self._parent = reserved.version
-        route, held_by = Route(reserved.epoch, reserved.master), None
         while True:
             if route.master and route != held_by and self._send(route, manifest, publication.buffer):
                 held_by = route
@@ -197,13 +195,16 @@ class Publisher:
                 self._rest()
             route = Route(view.epoch, view.master)
 
-    def _plan_chunks(self, master: str) -> None:
+    def _plan_chunks(self, version: int, route: Route) -> None:
         """The cut of the next version, by the master's knowledge of the links; once cut, a version stays so."""
-        if not master:
+        if not route.master:
             return
         sender, weights_bytes = self._sender, len(self._buffers[0])
         try:
-            asked = self._ask_chunk_bytes(master, sender.token, sender.job_uid, sender.attempt, weights_bytes, ASK_S)
+            with self._lookout.watch(version, route) as line:
+                asked = self._ask_chunk_bytes(
+                    route.master, sender.token, sender.job_uid, sender.attempt, weights_bytes, ASK_S, dial=line.dial
+                )
         except PeerLost:
             return  # the next master knows another number, or none: any cut is right
         if asked and not 2 / 3 < asked / self._chunk_bytes < 3 / 2:
@@ -229,9 +230,11 @@ class Publisher:
         """Whether the master at `route` holds the version now. False: ask the pool for the next master."""
         sender = self._sender
         try:
-            outcome = self._hand_over(
-                route.master, sender.token, sender.job_uid, sender.attempt, manifest, buffer, SILENCE_S
-            )
+            with self._lookout.watch(manifest.version, route) as line:
+                outcome = self._hand_over(
+                    route.master, sender.token, sender.job_uid, sender.attempt, manifest, buffer, SILENCE_S,
+                    dial=line.dial,
+                )  # fmt: skip
         except PeerLost as error:
             log.warning("the master relay was lost", extra=fields(master=route.master, epoch=route.epoch, error=error))
             return False

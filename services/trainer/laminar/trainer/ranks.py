@@ -39,6 +39,11 @@ class Ranks:
     def max(self, values: Sequence[float]) -> list[float]:
         return self._reduce(values, maximum=True)
 
+    def meet(self) -> None:
+        """Returns when every rank is here."""
+        if self.size > 1:
+            dist.barrier()
+
     def broadcast(self, value: T | None) -> T:
         """Rank 0's value on every rank."""
         box: list[T | None] = [value]

@@ -6,9 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from laminar.shell.settings import Common, env_int, env_optional_int, env_path, env_str
-from laminar.wire.spec import LaminarJob
-
-FILE_SCHEME = "file:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +30,3 @@ class TrainerSettings:
             restore_step=env_optional_int("LAMINAR_RESTORE_STEP"),
             model_out=Path(model_out) if model_out else None,
         )
-
-
-def model_folder(job: LaminarJob) -> Path:
-    """Folder of the job's model; the driver has resolved other sources to `file:` before."""
-    source = job.spec.model.source
-    if not source.startswith(FILE_SCHEME):
-        raise ValueError(f"spec.model.source must be resolved to a {FILE_SCHEME} path, got {source!r}")
-    return Path(source.removeprefix(FILE_SCHEME))

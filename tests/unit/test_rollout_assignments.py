@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from laminar.rollout.book import Book, Who
+from laminar.rollout.assignments import Assignments, Who
 from laminar.rollout.engine_messages import Ended, RequestKey, TokenBlock
 from laminar.wire.codec import pack_logprobs, pack_tokens, unpack_tokens
 from laminar.wire.dataplane import (
     GradeItem,
     GroupGrant,
     ItemReply,
+    Outcome,
     ProgressCall,
     ProgressReply,
     SampleGrant,
-    Verdict,
 )
 
 
@@ -45,23 +45,23 @@ def ended(length: int, reason: str = "stop", name: str = "a", term: int = 1) -> 
     return Ended(key=RequestKey(name, term), length=length, reason=reason)
 
 
-def book_with(*samples: SampleGrant, call_limit_bytes: int = 2**20) -> Book:
-    book = Book(Who("rollout-0", 4), call_limit_bytes=call_limit_bytes)
+def book_with(*samples: SampleGrant, call_limit_bytes: int = 2**20) -> Assignments:
+    book = Assignments(Who("rollout-0", 4), call_limit_bytes=call_limit_bytes)
     book.admit([group(*samples)], temperature=0.7)
     return book
 
 
-def take(book: Book, *, everything: bool = True) -> ProgressCall:
+def take(book: Assignments, *, everything: bool = True) -> ProgressCall:
     call = book.next_call(everything=everything)
     assert call is not None
     return call
 
 
-def accept(call: ProgressCall, **verdicts: Verdict) -> ProgressReply:
+def accept(call: ProgressCall, **verdicts: Outcome) -> ProgressReply:
     """The answer of a pool that makes everything durable, or says what `verdicts` says of a sample."""
 
     def replies(items: list) -> list[ItemReply]:
-        return [ItemReply(id=item.id, verdict=verdicts.get(item.id, Verdict.OK), durable=10**6) for item in items]
+        return [ItemReply(id=item.id, verdict=verdicts.get(item.id, Outcome.OK), durable=10**6) for item in items]
 
     return ProgressReply(appends=replies(call.appends), finishes=replies(call.finishes), grades=replies(call.grades))
 
@@ -112,7 +112,7 @@ def test_tokens_that_are_not_durable_yet_are_sent_again() -> None:
     book = book_with(grant())
     book.append(block(0, [7, 8, 9]))
     call = take(book)
-    book.settle(call, ProgressReply(appends=[ItemReply(id="a", verdict=Verdict.OK, durable=1)]))
+    book.settle(call, ProgressReply(appends=[ItemReply(id="a", verdict=Outcome.OK, durable=1)]))
     assert sent_tokens(take(book)) == {"a": (1, [8, 9])}
 
 
@@ -122,7 +122,7 @@ def test_a_gap_is_filled_from_where_the_pool_stands_even_before_the_grant() -> N
     book.end(ended(4))
     call = take(book)
     assert sent_tokens(call) == {"a": (3, [4])}
-    gap = ItemReply(id="a", verdict=Verdict.GAP, durable=2)
+    gap = ItemReply(id="a", verdict=Outcome.GAP, durable=2)
     book.settle(call, ProgressReply(appends=[gap], finishes=[gap]))
     again = take(book)
     assert sent_tokens(again) == {"a": (2, [3, 4])}
@@ -135,14 +135,14 @@ def test_a_grade_outlives_the_refusal_of_its_end_in_the_same_call() -> None:
     book.end(ended(1))
     book.grade(GradeItem(id="a", term=1, status="ok", reward=1.0))
     call = take(book)
-    gap, unknown = ItemReply(id="a", verdict=Verdict.GAP), ItemReply(id="a", verdict=Verdict.UNKNOWN)
+    gap, unknown = ItemReply(id="a", verdict=Outcome.GAP), ItemReply(id="a", verdict=Outcome.UNKNOWN)
     book.settle(call, ProgressReply(appends=[gap], finishes=[gap], grades=[unknown]))
     again = take(book)
     assert (len(again.appends), len(again.finishes), len(again.grades)) == (1, 1, 1)
 
 
-@pytest.mark.parametrize("verdict", [Verdict.SUPERSEDED, Verdict.MISMATCH, Verdict.UNKNOWN])
-def test_a_refused_sample_is_aborted_and_forgotten(verdict: Verdict) -> None:
+@pytest.mark.parametrize("verdict", [Outcome.SUPERSEDED, Outcome.MISMATCH, Outcome.UNKNOWN])
+def test_a_refused_sample_is_aborted_and_forgotten(verdict: Outcome) -> None:
     book = book_with(grant("a"), grant("b"))
     book.append(block(0, [7], "a"))
     book.append(block(0, [7], "b"))
@@ -172,7 +172,7 @@ def test_a_verdict_on_an_old_term_does_not_touch_the_new_one() -> None:
     book.append(block(0, [7]))
     call = take(book)
     book.admit([group(grant(term=2))], 0.7)
-    assert book.settle(call, accept(call, a=Verdict.SUPERSEDED)) == []
+    assert book.settle(call, accept(call, a=Outcome.SUPERSEDED)) == []
     assert book.num_generating == 1
 
 
@@ -183,7 +183,7 @@ def test_a_cancel_reaches_up_to_its_term() -> None:
 
 
 def test_a_finished_sample_is_only_graded() -> None:
-    book = Book(Who("rollout-0", 4))
+    book = Assignments(Who("rollout-0", 4))
     admission = book.admit([group(grant(tokens=[7, 1], finish_reason="stop"))], 0.7)
     assert admission.requests == []
     assert [unpack_tokens(task.tokens) for task in admission.gradings] == [[7, 1]]
@@ -195,13 +195,13 @@ def test_a_finished_sample_is_only_graded() -> None:
     assert book.num_open == 0
 
 
-def test_what_cannot_be_generated_here_ends_as_an_infrastructure_failure_without_a_grade() -> None:
-    book = Book(Who("rollout-0", 4))
+def test_what_cannot_be_generated_here_is_given_back_as_it_came_without_a_grade() -> None:
+    book = Assignments(Who("rollout-0", 4))
     ended_elsewhere = grant("b", tokens=[7, 1], finish_reason="stop")
     admission = book.admit([group(grant(tokens=[7]), ended_elsewhere)], 0.7, decline="another version")
     assert (admission.requests, [task.key.sample for task in admission.gradings]) == ([], ["b"])
     call = take(book, everything=False)
-    assert [(item.reason, item.length, item.detail) for item in call.finishes] == [("error", 1, "another version")]
+    assert [(item.reason, item.length, item.detail) for item in call.finishes] == [("declined", 1, "another version")]
     book.settle(call, accept(call))
     assert (book.num_open, book.num_unacknowledged) == (1, 0)
     failing = book_with(grant())
@@ -215,7 +215,7 @@ def test_a_call_stays_below_its_limit_and_an_end_waits_for_its_last_token() -> N
     first = take(book)
     assert sent_tokens(first) == {"a": (0, list(range(10)))}
     assert first.finishes == []
-    book.settle(first, ProgressReply(appends=[ItemReply(id="a", verdict=Verdict.OK, durable=10)]))
+    book.settle(first, ProgressReply(appends=[ItemReply(id="a", verdict=Outcome.OK, durable=10)]))
     second = take(book)
     assert sent_tokens(second) == {"a": (10, list(range(10, 15)))}
     assert len(second.finishes) == 1
@@ -231,14 +231,14 @@ def test_the_buffer_counts_what_only_this_process_has() -> None:
 
 
 def test_decoding_pauses_at_the_buffers_limit_and_goes_on_when_half_of_it_is_free() -> None:
-    book = Book(Who("rollout-0", 4), buffer_limit_bytes=80)
+    book = Assignments(Who("rollout-0", 4), buffer_limit_bytes=80)
     book.admit([group(grant())], 0.7)
     book.append(block(0, list(range(10))))
     assert not book.wants_pause(paused=False)
     book.append(block(10, [1]))
     assert book.wants_pause(paused=False)
     call = take(book)
-    book.settle(call, ProgressReply(appends=[ItemReply(id="a", verdict=Verdict.OK, durable=5)]))
+    book.settle(call, ProgressReply(appends=[ItemReply(id="a", verdict=Outcome.OK, durable=5)]))
     assert book.wants_pause(paused=True)
-    book.settle(call, ProgressReply(appends=[ItemReply(id="a", verdict=Verdict.OK, durable=6)]))
+    book.settle(call, ProgressReply(appends=[ItemReply(id="a", verdict=Outcome.OK, durable=6)]))
     assert not book.wants_pause(paused=True)

@@ -4,8 +4,8 @@
                   |            |         |                           grader's event; any state may be dropped by
                   +------------+---------+--> dropped                a verdict, a CANCEL or a newer term)
 
-Invariant: of each sample the book keeps every token until the pool has acknowledged its end, so it can always send
-again from where the pool says it stands. Events that name another (sample, term) than the book's are ignored.
+Invariant: of each sample it keeps every token until the pool has acknowledged its end, so it can always send
+again from where the pool says it stands. Events that name another (sample, term) than the one assigned are ignored.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from laminar.wire.dataplane import (
     GradeItem,
     GroupGrant,
     ItemReply,
+    Outcome,
     ProgressCall,
     ProgressReply,
     SampleGrant,
-    Verdict,
 )
 
 TOKEN_BYTES = 8
@@ -36,6 +36,8 @@ BUFFER_LIMIT_BYTES = 64 * 2**20
 """8 M tokens that the pool has not got: minutes of its absence, then decoding pauses."""
 _ITEM_BYTES = 128
 """About what names and framing of one item take."""
+_GIVEN_BACK = frozenset({"error", "declined"})
+"""Ends after which another replica generates the sample: nothing is graded here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class _Sample:
     tokens: bytearray
     logprobs: bytearray
     durable: int
-    """Tokens that the pool has for good."""
+    """Tokens that the pool has for good; results of tools among them are known to it as such."""
     end: Ended | None = None
     end_acknowledged: bool = False
     grade: GradeItem | None = None
@@ -96,7 +98,7 @@ class _Sample:
         )
 
 
-class Book:
+class Assignments:
     """The samples of one incarnation."""
 
     def __init__(
@@ -115,6 +117,11 @@ class Book:
     def num_unacknowledged(self) -> int:
         """Samples whose end the pool does not know yet: until it does, it takes them for running."""
         return sum(not sample.end_acknowledged for sample in self._samples.values())
+
+    @property
+    def num_grading(self) -> int:
+        """Responses whose grade is still to come or to be told."""
+        return sum(s.end is not None and s.end.reason not in _GIVEN_BACK for s in self._samples.values())
 
     @property
     def num_open(self) -> int:
@@ -144,8 +151,8 @@ class Book:
     def admit(self, groups: Iterable[GroupGrant], temperature: float, *, decline: str = "") -> Admission:
         """Takes granted or adopted samples. A repeated grant changes nothing; a newer term replaces the older.
 
-        With `decline`, those still to be generated cannot be generated here, for that reason: their end is an
-        infrastructure failure, and the pool moves them. Those that have ended are graded in any case.
+        With `decline`, those still to be generated cannot be generated here, for that reason: they are given back as
+        they came, and the pool moves them. Those that have ended are graded in any case.
         """
         admission = Admission()
         for group in groups:
@@ -169,7 +176,7 @@ class Book:
             return None
         assert ended.length == sample.length, f"{ended.key}: ends at {ended.length}, has {sample.length}"
         sample.end = ended
-        return None if ended.reason == "error" else _grading(sample)
+        return None if ended.reason in _GIVEN_BACK else _grading(sample)
 
     def grade(self, item: GradeItem) -> None:
         """A grader's verdict."""
@@ -224,16 +231,16 @@ class Book:
         for item, answer in zip(call.finishes, reply.finishes, strict=True):
             aborts += self._settle(item.id, item.term, answer)
             sample = self._find(RequestKey(item.id, item.term))
-            if sample is not None and answer.verdict is Verdict.OK:
+            if sample is not None and answer.verdict is Outcome.OK:
                 sample.end_acknowledged = True
-                if item.reason == "error":
+                if item.reason in _GIVEN_BACK:
                     self._drop(sample)
         for item, answer in zip(call.grades, reply.grades, strict=True):
             sample = self._find(RequestKey(item.id, item.term))
             if sample is None or not sample.end_acknowledged:
                 continue  # its end was refused in this very call: both are sent again
             aborts += self._settle(item.id, item.term, answer)
-            if answer.verdict is Verdict.OK:
+            if answer.verdict is Outcome.OK:
                 self._drop(sample)
         return aborts
 
@@ -242,14 +249,14 @@ class Book:
         if sample is None:
             return []
         match answer.verdict:
-            case Verdict.OK:
+            case Outcome.OK:
                 # A grade's or a repeated call's answer may name less than is known to be durable.
                 sample.durable = max(sample.durable, min(answer.durable, sample.length))
                 return []
-            case Verdict.GAP:
+            case Outcome.GAP:
                 sample.durable = min(answer.durable, sample.length)
                 return []
-            case Verdict.SUPERSEDED | Verdict.MISMATCH | Verdict.UNKNOWN:
+            case Outcome.SUPERSEDED | Outcome.ENDED | Outcome.MISMATCH | Outcome.UNKNOWN:
                 return self._drop(sample)
 
     def _is_new(self, grant: SampleGrant, admission: Admission) -> bool:
@@ -270,7 +277,7 @@ class Book:
             sample.end_acknowledged = True
             admission.gradings.append(_grading(sample))
         elif decline:
-            sample.end = Ended(key=sample.key, length=sample.length, reason="error", detail=decline)
+            sample.end = Ended(key=sample.key, length=sample.length, reason="declined", detail=decline)
         else:
             admission.requests.append(
                 EngineRequest(
