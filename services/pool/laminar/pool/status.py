@@ -20,6 +20,7 @@ from laminar.wire.messages import (
     LedgerCounts,
     PoolPhase,
     Role,
+    StepRow,
     Visible,
 )
 
@@ -125,6 +126,7 @@ class BooksCollector(Collector):
             ("laminar_reward", "Mean reward of the last step", last.reward_mean if last else 0.0),
             ("laminar_version", "Newest visible version", status.newest.version if status.newest else -1),
             ("laminar_versions_burned", "Versions whose trainer died before they were complete", _burned(books)),
+            ("laminar_trainer_stall_seconds", "Training stood still for the last publication", _stall_s(last)),
             ("laminar_chain_epoch", "Epoch of the relay chain", status.epoch),
             ("laminar_trainer_attempt", "Attempt of the trainer", status.attempt),
             ("laminar_open_samples", "Admitted samples that have not ended", status.counts.open),
@@ -146,6 +148,10 @@ class BooksCollector(Collector):
         tokens = CounterMetricFamily("laminar_response_tokens", "Tokens of responses that steps consumed")
         tokens.add_metric((), sum(row.response_tokens for row in books.trained.steps.values()))
         yield tokens
+
+
+def _stall_s(last: StepRow | None) -> float:
+    return 0.0 if last is None else sum(last.stats.get(name, 0.0) for name in ("stall_s", "handover_wait_s"))
 
 
 def _burned(books: Books) -> int:
