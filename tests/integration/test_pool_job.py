@@ -267,7 +267,11 @@ class Actors:
         return [sample.id for group in slice_.groups for sample in group.samples]
 
     def commit(self, step: int) -> None:
-        self.post("/trainer/commit", CommitStep(attempt=self.attempt, step=step, stats={"loss": 0.5}), Ack)
+        self.post(
+            "/trainer/commit",
+            CommitStep(attempt=self.attempt, step=step, stats={"loss": 0.5, "stall_s": 0.25, "handover_wait_s": 0.5}),
+            Ack,
+        )
 
     def checkpoint(self, step: int) -> CheckpointDurableReply:
         info = CheckpointInfo(step=step, attempt=self.attempt, path=f"step-{step}-attempt-{self.attempt}")
@@ -461,8 +465,12 @@ def test_a_new_attempt_gets_the_same_batches_again_and_the_old_one_is_refused(po
     assert [row.step for row in actors.get("/trainer/resume", ResumePoint).kept] == [1, 2]
     point = actors.get("/trainer/resume", ResumePoint, at_most=1).checkpoint
     assert point is not None and point.step == 1
+    actors.post("/trainer/reserve", ReserveVersion(attempt=1, step=3, parent=actors.version), ReservedVersion)
     reply = actors.begin(2, restored_step=1)
     assert reply.restored_version == 1
+    # What the first attempt did not complete never will be.
+    assert "laminar_versions_burned 1.0" in get_text(pool, "/metrics")
+    assert "laminar_trainer_attempt 2.0" in get_text(pool, "/metrics")
     with pytest.raises(Conflict) as refused:
         actors.take(2, attempt=1)
     assert refused.value.current == 2
@@ -597,6 +605,7 @@ def test_synchronous_reads_staleness_0_everywhere(tmp_path: Path) -> None:
         metrics = get_text(process, "/metrics")
         assert f'laminar_consumed_staleness_bucket{{le="0.0"}} {float(samples)}' in metrics
         assert "laminar_commit_seconds_count" in metrics
+        assert "laminar_trainer_stall_seconds 0.75" in metrics
         assert "<title>Laminar" in get_text(process, f"/?token={TOKEN}")
         assert "unauthorized" in get_text(process, "/?token=wrong")
     finally:

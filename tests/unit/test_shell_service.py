@@ -20,7 +20,16 @@ from pathlib import Path
 import pytest
 
 from laminar.shell.blocking import BlockingClient
-from laminar.shell.calls import Conflict, Malformed, Refused, Superseded, Unauthorized, Unknown, Unreachable
+from laminar.shell.calls import (
+    Conflict,
+    Malformed,
+    OldGeneration,
+    Refused,
+    Superseded,
+    Unauthorized,
+    Unknown,
+    Unreachable,
+)
 from laminar.shell.client import PoolClient
 from laminar.shell.member import Member
 from laminar.shell.settings import Common
@@ -219,8 +228,7 @@ def test_a_message_is_answered_and_a_refusal_says_what_is_in_force(toy: Toy) -> 
     [
         ({"token": "other"}, Unauthorized, "unauthorized"),
         ({"job_uid": "uid-2"}, Conflict, "job"),
-        ({"generation": 2}, Conflict, "generation"),
-        ({"generation": 4}, Conflict, "generation"),
+        ({"generation": 2}, OldGeneration, "generation"),
     ],
 )
 def test_a_stranger_is_refused_with_the_word_of_what_is_wrong(
@@ -229,6 +237,11 @@ def test_a_stranger_is_refused_with_the_word_of_what_is_wrong(
     with toy.blocking(**changes) as client, pytest.raises(error) as refused:
         client.get_json("/v1/busy", Ack, START_S)
     assert refused.value.error == word
+
+
+def test_a_service_of_an_older_generation_is_asked_again_until_it_is_replaced(toy: Toy) -> None:
+    with toy.blocking(generation=4) as client, pytest.raises(Unreachable, match="this is generation 3"):
+        client.get_json("/v1/busy", Ack, START_S, deadline_s=1.0)
 
 
 def test_a_caller_who_does_not_know_the_generation_yet_is_heard(toy: Toy) -> None:

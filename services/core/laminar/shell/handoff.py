@@ -30,7 +30,7 @@ from laminar.shell.transport import (
     send_message,
 )
 from laminar.wire.links import MANIFEST_MESSAGE_BYTES, Opened, OpenVersion
-from laminar.wire.manifest import Manifest, check_manifest, verify_chunk
+from laminar.wire.manifest import Manifest, ManifestError, check_manifest, verify_chunk
 
 PURPOSE = "handoff"
 SLOT_HEADER_BYTES = 4096
@@ -114,14 +114,18 @@ class WeightsMap:
 def ask_version(conn: Conn, version: int | None, until: float) -> tuple[Manifest, int]:
     """The manifest of `version` (None: the newest) and its slot's generation, from a relay that has proved itself.
 
-    It is waited for until `until` (monotonic). Raises VersionGone, or PeerLost.
+    It is waited for until `until` (monotonic). Raises VersionGone, PeerLost, or BadPeer for a manifest that contradicts
+    itself.
     """
     wait_s = min(MAX_WAIT_S, max(0.0, until - time.monotonic()))
     send_message(conn, OpenVersion(version=version, wait_s=wait_s))
     opened = recv_message(conn, Opened, MANIFEST_MESSAGE_BYTES, wait_s + SILENCE_S)
     if opened.manifest is None:
         raise VersionGone(version, None if opened.newest < 0 else opened.newest)
-    check_manifest(opened.manifest)
+    try:
+        check_manifest(opened.manifest)
+    except ManifestError as error:
+        raise BadPeer(Refusal.MALFORMED, str(error)) from error
     return opened.manifest, opened.generation
 
 

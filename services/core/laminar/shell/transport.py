@@ -52,6 +52,8 @@ class Refusal(StrEnum):
     UNAUTHORIZED = "unauthorized"
     MALFORMED = "malformed"
     TOO_LARGE = "tooLarge"
+    TRUNCATED = "truncated"
+    """A message that began and did not end: garbage, or a peer that died in the middle of it."""
     DAMAGED = "damaged"
     """Bytes that do not have the announced hash."""
     TOO_MANY = "tooMany"
@@ -391,7 +393,10 @@ def recv_message(
     if size > limit_bytes:
         raise BadPeer(Refusal.TOO_LARGE, f"{conn.peer} announces a {type_.__name__} of {size} bytes")
     body = bytearray(size)
-    conn.recv_into(memoryview(body), SILENCE_S)
+    try:
+        conn.recv_into(memoryview(body), SILENCE_S)
+    except PeerLost as error:
+        raise BadPeer(Refusal.TRUNCATED, f"{conn.peer} began a {type_.__name__}: {error}") from error
     try:
         return decode(memoryview(body), type_)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -22,6 +22,9 @@ MAX_WEIGHTS_BYTES = 1 << 44
 """16 TiB: more than any model in one relay's memory; a larger announcement is nonsense."""
 MAX_CHUNK_BYTES = 1 << 30
 MAX_CHUNKS = 1 << 20
+MAX_VERSION = (1 << 63) - 1
+MAX_DIMENSIONS = 32
+"""As many as numpy allows, and few enough to multiply."""
 DTYPE_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
@@ -104,6 +107,8 @@ def tensor_bytes(name: str, dtype: str, shape: Sequence[int]) -> int:
     """Bytes of one tensor. Raises ManifestError for an unknown dtype or a negative dimension."""
     if dtype not in DTYPE_BYTES:
         raise ManifestError(f"tensor {name!r} has dtype {dtype!r}; known: {', '.join(DTYPE_BYTES)}")
+    if len(shape) > MAX_DIMENSIONS:
+        raise ManifestError(f"tensor {name!r} has {len(shape)} dimensions")
     if any(size < 0 for size in shape):
         raise ManifestError(f"tensor {name!r} has a negative dimension: {tuple(shape)}")
     return DTYPE_BYTES[dtype] * math.prod(shape)
@@ -168,14 +173,7 @@ def verify_hash(manifest: Manifest, index: int, found: bytes) -> None:
 def check_manifest(manifest: Manifest) -> None:
     """Raises ManifestError unless sizes, counts, tensor table and digest agree. Cheap: no weights are read."""
     who = f"manifest of version {manifest.version}"
-    if not 1 <= manifest.total_bytes <= MAX_WEIGHTS_BYTES:
-        raise ManifestError(f"{who}: total_bytes is {manifest.total_bytes}")
-    if not 1 <= manifest.chunk_bytes <= MAX_CHUNK_BYTES or manifest.num_chunks > MAX_CHUNKS:
-        raise ManifestError(f"{who}: chunk_bytes is {manifest.chunk_bytes} for {manifest.total_bytes} bytes")
-    if len(manifest.chunk_hashes) != manifest.num_chunks:
-        raise ManifestError(f"{who}: {len(manifest.chunk_hashes)} chunk hashes for {manifest.num_chunks} chunks")
-    if any(len(item) != HASH_BYTES for item in manifest.chunk_hashes):
-        raise ManifestError(f"{who}: a chunk hash is not {HASH_BYTES} bytes long")
+    _check_sizes(who, manifest)
     if digest_of(manifest.chunk_hashes, manifest.tensors) != manifest.digest:
         raise ManifestError(f"{who}: the digest is not that of the chunk hashes and the tensors")
     end = 0
@@ -189,3 +187,16 @@ def check_manifest(manifest: Manifest) -> None:
         end = entry.offset + entry.nbytes
     if end > manifest.total_bytes:
         raise ManifestError(f"{who}: its tensors end at byte {end} of {manifest.total_bytes}")
+
+
+def _check_sizes(who: str, manifest: Manifest) -> None:
+    if not 0 <= manifest.version <= MAX_VERSION:
+        raise ManifestError(f"{who}: there is no such version")
+    if not 1 <= manifest.total_bytes <= MAX_WEIGHTS_BYTES:
+        raise ManifestError(f"{who}: total_bytes is {manifest.total_bytes}")
+    if not 1 <= manifest.chunk_bytes <= MAX_CHUNK_BYTES or manifest.num_chunks > MAX_CHUNKS:
+        raise ManifestError(f"{who}: chunk_bytes is {manifest.chunk_bytes} for {manifest.total_bytes} bytes")
+    if len(manifest.chunk_hashes) != manifest.num_chunks:
+        raise ManifestError(f"{who}: {len(manifest.chunk_hashes)} chunk hashes for {manifest.num_chunks} chunks")
+    if any(len(item) != HASH_BYTES for item in manifest.chunk_hashes):
+        raise ManifestError(f"{who}: a chunk hash is not {HASH_BYTES} bytes long")

@@ -20,6 +20,7 @@ from laminar.wire.messages import (
     LedgerCounts,
     PoolPhase,
     Role,
+    StepRow,
     Visible,
 )
 
@@ -131,6 +132,7 @@ class BooksCollector(Collector):
                 "Versions whose trainer died before they were complete",
                 books.register.num_burned,
             ),
+            ("laminar_trainer_stall_seconds", "Training stood still for the last publication", _stall_s(last)),
             ("laminar_chain_epoch", "Epoch of the relay chain", status.epoch),
             ("laminar_trainer_attempt", "Attempt of the trainer", status.attempt),
             ("laminar_open_samples", "Admitted samples that have not ended", status.counts.open),
@@ -152,6 +154,10 @@ class BooksCollector(Collector):
         tokens = CounterMetricFamily("laminar_response_tokens", "Tokens of responses that steps consumed")
         tokens.add_metric((), books.trained.steps.response_tokens)
         yield tokens
+
+
+def _stall_s(last: StepRow | None) -> float:
+    return 0.0 if last is None else sum(last.stats.get(name, 0.0) for name in ("stall_s", "handover_wait_s"))
 
 
 def _totals(counts: LedgerCounts) -> Iterable[Metric]:

@@ -18,7 +18,7 @@ from laminar.relay.uses import Pin, VersionLost
 from laminar.shell.feeding import SLICE_S, Feed, LinkReplaced
 from laminar.shell.handover import PURPOSE
 from laminar.shell.logs import fields
-from laminar.shell.transport import Conn, Dial, PeerLost, Waker, prove_as_client, recv_message, send_message
+from laminar.shell.transport import BadPeer, Conn, Dial, PeerLost, Waker, prove_as_client, recv_message, send_message
 from laminar.wire.links import SMALL_MESSAGE_BYTES, Hello, LinkKind, LinkVerdict, OfferVerdict, Welcome
 from laminar.wire.messages import ChainMember
 
@@ -131,6 +131,8 @@ class DownstreamLink:
         except LinkReplaced as error:
             log.info("downstream has another upstream", extra=fields(downstream=member.slot, why=str(error)))
         except PeerLost as error:
+            if isinstance(error, BadPeer):
+                self._counters.refused(error.refusal)
             return not self._stopping and self._lost(member, error)
         return False
 
@@ -195,7 +197,7 @@ class DownstreamLink:
                     pin.release()
             if not self._is_cut:
                 feed.goodbye()
-        except LinkReplaced:
+        except (LinkReplaced, BadPeer):
             raise
         except PeerLost:
             # A send fails as soon as the other side has closed; its last word may lie unread.
