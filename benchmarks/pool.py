@@ -584,7 +584,7 @@ def report_redis(load_s: float, ours: float) -> None:
     if isinstance(redis, str):
         emit("tokens_vs_redis_streams", None, "ratio", "beside", ok=False, reference=redis)
         return
-    emit("tokens_vs_redis_streams", ours / redis[0], "ratio", "beside", ok=True,
+    emit("tokens_vs_redis_streams", ours / redis[0] if ours else None, "ratio", "beside", ok=True,
          reference=f"redis-server, AOF always: {redis[0]:.0f} tokens per CPU s, {redis[1]:.0f} tokens/s")  # fmt: skip
 
 
@@ -616,7 +616,7 @@ def main() -> None:
         case ["through", url, number, replicas]:
             asyncio.run(through_load(url, int(number), int(replicas)))
         case _:
-            ours = report_streams(load_s, options.profile) if options.only in (None, "streams") else float("nan")
+            ours = report_streams(load_s, options.profile) if options.only in (None, "streams") else 0.0
             if options.only in (None, "redis"):
                 report_redis(redis_s, ours)
             if options.only in (None, "million"):

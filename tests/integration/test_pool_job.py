@@ -560,9 +560,14 @@ class CommandStream:
     def __init__(self, pool: PoolProcess, actors: Actors, slot: str) -> None:
         self.connection = http.client.HTTPConnection(pool.address, timeout=15)
         headers = {"authorization": f"Bearer {TOKEN}", "laminar-job": UID}
-        self.connection.request("GET", f"/v1/commands/{slot}?incarnation={actors.incarnations[slot]}", headers=headers)
-        self.answer = self.connection.getresponse()
-        assert self.read().kind is CommandKind.HELLO
+        path = f"/v1/commands/{slot}?incarnation={actors.incarnations[slot]}"
+        try:
+            self.connection.request("GET", path, headers=headers)
+            self.answer = self.connection.getresponse()
+            assert self.read().kind is CommandKind.HELLO
+        except BaseException:
+            self.connection.close()
+            raise
 
     def read(self) -> Command:
         return decode(self.answer.read(int.from_bytes(self.answer.read(4), "little")), Command)
