@@ -75,7 +75,7 @@ def test_numbers_and_words_are_those_of_yaml_1_2() -> None:
 def test_an_unknown_field_gets_file_line_neighbours_and_the_nearest_name() -> None:
     assert problems("  algorithm:\n    learnigRate: 1e-6\n") == (
         "job.yaml, line 10: spec.algorithm has no field 'learnigRate'. Did you mean 'learningRate'? Its fields are: "
-        "loss, promptsPerStep, samplesPerPrompt, miniBatchTrajectories, clip, learningRate.",
+        "loss, promptsPerStep, samplesPerPrompt, miniBatchTrajectories, dynamicSampling, clip, learningRate.",
     )
 
 
