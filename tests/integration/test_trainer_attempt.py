@@ -405,7 +405,7 @@ def test_a_killed_launcher_leaves_no_rank_behind(stage: Stage) -> None:
     assert len(ranks) == 2
     os.kill(agent.pids("torch.distributed.run")[0], signal.SIGKILL)
     assert agent.wait() == 128 + signal.SIGKILL
-    assert not any(process_alive(pid) for pid in ranks)
+    wait_until(lambda: not any(process_alive(pid) for pid in ranks), "the ranks are gone")
 
 
 def test_a_killed_rank_ends_the_whole_group(stage: Stage) -> None:
