@@ -8,7 +8,6 @@ What is handled late is still dated when it was due: lateness delays news, it ne
 from __future__ import annotations
 
 import heapq
-import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,17 +16,16 @@ from typing import assert_never
 import msgspec
 from tokenizers import Tokenizer
 
-from laminar.rollout.channel import BlockingChannel, ChannelClosed
+from laminar.rollout import engine_process
+from laminar.rollout.channel import BlockingChannel
 from laminar.rollout.emulated_decoder import EmulatedDecoder
 from laminar.rollout.emulated_tokens import TokenTape
 from laminar.rollout.engine_messages import (
     Abort,
     Add,
     Begin,
-    Ended,
+    EmulatedMachine,
     EngineCommand,
-    EngineReady,
-    EngineRefused,
     EngineRequest,
     Load,
     LoadResult,
@@ -36,12 +34,10 @@ from laminar.rollout.engine_messages import (
     Progress,
     Resume,
 )
-from laminar.rollout.loading import WeightsSource, failed, load_version
+from laminar.rollout.engine_process import Built
+from laminar.rollout.loading import WeightsSource, failed, load_version, without_weights
 from laminar.rollout.model_folder import ModelFolderError, eos_ids, tokenizer_path
-from laminar.wire.codec import num_items
 from laminar.wire.manifest import TensorEntry
-
-log = logging.getLogger(__name__)
 
 STREAM_INTERVAL_S = 0.25
 """Real seconds: what an engine's death costs at most. The agent passes tokens on once a second."""
@@ -108,11 +104,7 @@ class Engine:
         if self._live is not None:
             self._decoder.add(requests)
             return
-        ended = [
-            Ended(key=request.key, length=num_items(request.response), reason="error", detail="no weights are loaded")
-            for request in requests
-        ]
-        self._channel.send(Progress(ended=ended, load=self._decoder.take_load()))
+        self._channel.send(Progress(ended=without_weights(requests), load=self._decoder.take_load()))
 
     def _tell(self, *, whole: bool) -> None:
         """Sends what ended at once; the rest every `STREAM_INTERVAL_S`, or now if `whole`."""
@@ -154,10 +146,9 @@ def _look_through(entries: Sequence[TensorEntry], source: WeightsSource) -> int:
     return sum(entry.nbytes for entry in entries)
 
 
-def build(begin: Begin) -> EmulatedDecoder:
+def build_decoder(begin: Begin, machine: EmulatedMachine) -> EmulatedDecoder:
     """Raises ModelFolderError: the model does not fit the emulated GPUs, or its folder lacks something."""
-    machine, folder = begin.emulated, Path(begin.model_folder)
-    assert machine is not None, "an emulated engine needs to know its machine"
+    folder = Path(begin.model_folder)
     capacity = machine.serving.kv_capacity_tokens // machine.token_grain
     if capacity < 2:
         needed, there = machine.serving.model.weights_bytes, machine.serving.tensor_parallel
@@ -172,24 +163,14 @@ def build(begin: Begin) -> EmulatedDecoder:
     return EmulatedDecoder(machine, begin.max_running, begin.max_length, tape, eos_id)
 
 
+def build(begin: Begin, channel: BlockingChannel[EngineCommand]) -> Built:
+    """The engine of one emulated machine. Raises ModelFolderError."""
+    machine = begin.emulated
+    assert machine is not None, "an emulated engine needs to know its machine"
+    decoder = build_decoder(begin, machine)
+    engine = Engine(channel, decoder, machine.serving.load_s / machine.time_scale)
+    return Built(decoder.take_load().kv_capacity_tokens, decoder.max_length, engine.run)
+
+
 def serve(descriptor: int, started_s: float) -> int:
-    """Obeys until the agent is gone; returns the exit code. A model that cannot be served is exit code 2."""
-    commands: msgspec.msgpack.Decoder[EngineCommand] = msgspec.msgpack.Decoder(EngineCommand)
-    channel = BlockingChannel[EngineCommand].inherited(descriptor, commands)
-    try:
-        begin = channel.receive()
-        assert isinstance(begin, Begin) and begin.emulated is not None, begin
-        try:
-            decoder = build(begin)
-        except ModelFolderError as error:
-            channel.send(EngineRefused(detail=str(error)))
-            return 2
-        load = decoder.take_load()
-        start_s = time.monotonic() - started_s
-        channel.send(
-            EngineReady(kv_capacity_tokens=load.kv_capacity_tokens, max_length=decoder.max_length, start_s=start_s)
-        )
-        Engine(channel, decoder, begin.emulated.serving.load_s / begin.emulated.time_scale).run()
-    except ChannelClosed:
-        log.info("the agent is gone")
-    return 0
+    return engine_process.serve(descriptor, started_s, build)

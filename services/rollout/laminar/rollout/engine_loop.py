@@ -6,25 +6,21 @@ ends it at once (the kernel's signal) or at the end of the channel.
 
 from __future__ import annotations
 
-import logging
 import time
 from pathlib import Path
 from typing import assert_never
 
-import msgspec
 import torch
 
-from laminar.rollout.channel import BlockingChannel, ChannelClosed
+from laminar.rollout import engine_process
+from laminar.rollout.channel import BlockingChannel
 from laminar.rollout.decoder import Decoder
 from laminar.rollout.engine_messages import (
     PROGRESS_INTERVAL_S,
     Abort,
     Add,
     Begin,
-    Ended,
     EngineCommand,
-    EngineReady,
-    EngineRefused,
     EngineRequest,
     Load,
     LoadResult,
@@ -33,13 +29,10 @@ from laminar.rollout.engine_messages import (
     Progress,
     Resume,
 )
-from laminar.rollout.loading import failed, load_version
+from laminar.rollout.engine_process import Built
+from laminar.rollout.loading import failed, load_version, without_weights
 from laminar.rollout.model import build_model
-from laminar.rollout.model_folder import ModelFolderError
 from laminar.rollout.weights import WeightLoader
-from laminar.wire.codec import num_items
-
-log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -88,11 +81,7 @@ class Engine:
             for request in requests:
                 self._decoder.add(request)
             return
-        ended = [
-            Ended(key=request.key, length=num_items(request.response), reason="error", detail="no weights are loaded")
-            for request in requests
-        ]
-        self._channel.send(Progress(ended=ended, load=self._decoder.load))
+        self._channel.send(Progress(ended=without_weights(requests), load=self._decoder.load))
 
     def _tell(self, *, whole: bool) -> None:
         """Sends what ended at once; the rest every `PROGRESS_INTERVAL_S`, or now if `whole`."""
@@ -116,29 +105,15 @@ class Engine:
         return result
 
 
+def build(begin: Begin, channel: BlockingChannel[EngineCommand]) -> Built:
+    """The engine of one model folder. Raises ModelFolderError."""
+    served = build_model(Path(begin.model_folder), slots=begin.max_running, max_length=begin.max_length)
+    decoder = Decoder(served.model, served.cache, served.eos_ids, served.vocabulary)
+    engine = Engine(channel, decoder, WeightLoader(served.model))
+    return Built(decoder.load.kv_capacity_tokens, served.cache.shape.max_length, engine.run)
+
+
 def serve(descriptor: int, started_s: float) -> int:
-    """Builds what Begin names and obeys; returns the exit code. A model that cannot be served is exit code 2."""
     # Two threads are far slower than one for models that fit this engine, and the machine has other processes.
     torch.set_num_threads(1)
-    decoder: msgspec.msgpack.Decoder[EngineCommand] = msgspec.msgpack.Decoder(EngineCommand)
-    channel = BlockingChannel[EngineCommand].inherited(descriptor, decoder)
-    try:
-        begin = channel.receive()
-        assert isinstance(begin, Begin), begin
-        try:
-            served = build_model(Path(begin.model_folder), slots=begin.max_running, max_length=begin.max_length)
-        except ModelFolderError as error:
-            channel.send(EngineRefused(detail=str(error)))
-            return 2
-        batch = Decoder(served.model, served.cache, served.eos_ids, served.vocabulary)
-        channel.send(
-            EngineReady(
-                kv_capacity_tokens=batch.load.kv_capacity_tokens,
-                max_length=served.cache.shape.max_length,
-                start_s=time.monotonic() - started_s,
-            )
-        )
-        Engine(channel, batch, WeightLoader(served.model)).run()
-    except ChannelClosed:
-        log.info("the agent is gone")
-    return 0
+    return engine_process.serve(descriptor, started_s, build)

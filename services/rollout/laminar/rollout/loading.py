@@ -6,10 +6,11 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from laminar.rollout.engine_messages import Load, LoadResult, LoadStatus
+from laminar.rollout.engine_messages import Ended, EngineRequest, Load, LoadResult, LoadStatus
 from laminar.shell.fetching import Sources, fetch_version
 from laminar.shell.handoff import SlotReused, VersionGone
 from laminar.shell.transport import PeerLost
+from laminar.wire.codec import num_items
 from laminar.wire.manifest import ManifestError, TensorEntry
 
 
@@ -61,3 +62,11 @@ def load_version(command: Load, copy: CopyWeights) -> LoadResult:
 
 def failed(command: Load, status: LoadStatus, detail: str) -> LoadResult:
     return LoadResult(version=command.version, status=status, detail=detail)
+
+
+def without_weights(requests: Sequence[EngineRequest]) -> list[Ended]:
+    """What an engine answers as long as no version is live."""
+    return [
+        Ended(key=request.key, length=num_items(request.response), reason="error", detail="no weights are loaded")
+        for request in requests
+    ]
