@@ -116,6 +116,8 @@ def micro_batch(rows: Sequence[Row]) -> MicroBatch:
     positions = np.zeros((len(rows), width), np.int64)
     response = np.full((len(rows), width), PADDING, np.int16)
     sources: list[npt.NDArray[np.int64]] = []
+    targets: list[npt.NDArray[np.int32]] = []
+    behaviour: list[npt.NDArray[np.float32]] = []
     for number, row in enumerate(rows):
         prompt = row[0][0].prompt
         end = len(prompt)
@@ -126,7 +128,10 @@ def micro_batch(rows: Sequence[Row]) -> MicroBatch:
             positions[number, start:end] = np.arange(len(prompt), len(prompt) + end - start)
             response[number, start:end] = index
             columns = np.concatenate(([len(prompt) - 1], np.arange(start, end)))
-            sources.append((number * (width - first) + columns - first)[item.is_trained])
+            trained = item.is_trained
+            sources.append((number * (width - first) + columns - first)[trained])
+            targets.append(item.response[trained])
+            behaviour.append(item.behaviour[trained])
     shared = any(len(row) > 1 for row in rows)
     items = [pair for row in rows for pair in row]
     lengths = [item.num_loss_tokens for item, _ in items]
@@ -136,10 +141,8 @@ def micro_batch(rows: Sequence[Row]) -> MicroBatch:
         visible=_visible(torch.from_numpy(response)) if shared else None,
         first=first,
         sources=torch.from_numpy(np.concatenate(sources)),
-        targets=torch.from_numpy(
-            np.concatenate([item.response[item.is_trained] for item, _ in items]).astype(np.int64)
-        ),
-        behaviour=torch.from_numpy(np.concatenate([item.behaviour[item.is_trained] for item, _ in items])),
+        targets=torch.from_numpy(np.concatenate(targets).astype(np.int64)),
+        behaviour=torch.from_numpy(np.concatenate(behaviour)),
         advantages=_spread([item.advantage for item, _ in items], lengths),
         weights=_spread([weight for _, weight in items], lengths),
     )
