@@ -692,16 +692,22 @@ def test_a_replica_that_leaves_hands_its_work_over_at_once_and_is_held_against_n
     stream.close()
 
 
-def test_partials_of_an_older_version_go_on_at_the_replica_that_loads_it_from_its_relay(pool: PoolProcess) -> None:
-    actors = Actors(pool)
+def partials_of_version_0(actors: Actors) -> list[SampleGrant]:
+    """What rollout-0 still runs with version 0 when version 1 has been published."""
     actors.start_training()
     actors.beat("relay-0", held=[0])
-    lost = actors.granted("rollout-0")
-    actors.say("rollout-0", appends=[append(sample, 0) for sample in lost])
+    running = actors.granted("rollout-0")
+    actors.say("rollout-0", appends=[append(sample, 0) for sample in running])
     while actors.take(1).status is not TakeStatus.BATCH:
         actors.generate("rollout-1")
     actors.commit(1)
     actors.publish(1, actors.version)
+    return running
+
+
+def test_partials_of_an_older_version_go_on_at_the_replica_that_loads_it_from_its_relay(pool: PoolProcess) -> None:
+    actors = Actors(pool)
+    lost = partials_of_version_0(actors)
     assert actors.beat("relay-0", held=[0, 1]).retain == [0], "the relay is asked to keep it"
     actors.generate("rollout-1")
     assert actors.versions["rollout-1"] == 1
@@ -733,14 +739,7 @@ def reload_of(reply: LeaseReply) -> int:
 
 def test_partials_start_again_when_no_relay_has_their_version(pool: PoolProcess) -> None:
     actors = Actors(pool)
-    actors.start_training()
-    actors.beat("relay-0", held=[0])
-    lost = actors.granted("rollout-0")
-    actors.say("rollout-0", appends=[append(sample, 0) for sample in lost])
-    while actors.take(1).status is not TakeStatus.BATCH:
-        actors.generate("rollout-1")
-    actors.commit(1)
-    actors.publish(1, actors.version)
+    lost = partials_of_version_0(actors)
     actors.beat("relay-0", held=[0, 1])
     actors.join("rollout-0")
     assert actors.status().counts.parked_samples == len(lost)
